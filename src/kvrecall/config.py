@@ -32,6 +32,7 @@ DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside blocks
 MatchUnit = int | Literal["auto", "off"]
+Access = Literal["both", "read", "write", "private"]
 ExplainMisses = Literal["tokens", "blocks", "off"]
 Compression = Literal["none", "lz4", "zstd", "auto"]
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
@@ -183,6 +184,7 @@ class PoolTerms:
     pin_limit: float = 0.5  # share of a tier that pinned blocks may take
     host_marks: Watermarks = Watermarks(1.0, 1.0)  # eviction ahead of need; 1: none
     unwritten_marks: Watermarks = Watermarks(0.5, 0.4)  # of the host, with write_policy back
+    read_only: bool = False  # engines save nothing, and clear nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class RecallSettings:
 
     pool: PoolConfig
     backend: str = "embedded"
+    access: Access = "both"
     async_write: bool = True
     appraise_loads: bool = True
     handover_deadline_s: float = 2.0
@@ -511,6 +514,11 @@ class Settings(BaseModel):
         "computes; `load`: load everything that is found",
         "auto",
     )
+    access: Access = _of_engine(
+        "`read`: saves nothing (a service's: no engine does); `write`: recalls nothing; "
+        "`private`: shares no blocks",
+        "both",
+    )
     async_write: bool = _of_engine(
         "save blocks off the critical path and shed load under pressure; false: a reply ends "
         "once its blocks are durable in the pool",
@@ -642,12 +650,14 @@ def _settings(given: Settings) -> RecallSettings:
                 tenants=TenantRules(every, given.tenants),
                 pin_limit=given.pin_limit,
                 host_marks=given.host_watermarks,
+                read_only=given.access == "read",
             ),
             encryption_key_file=given.encryption_key_file,
             remote=remote,
             lookup_deadline_s=given.lookup_deadline,
         ),
         backend=given.backend,
+        access=given.access,
         async_write=given.async_write,
         appraise_loads=given.load_or_compute == "auto",
         handover_deadline_s=given.handover_deadline,

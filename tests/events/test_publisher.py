@@ -17,6 +17,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool.service.service import Service
 from pool.test_changes import OTHER, Action, actions, open_pool, play
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
@@ -316,6 +317,59 @@ def test_a_reader_that_asks_all_the_time_keeps_nothing_from_others(
     wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
 
 
+def test_a_service_publishes_the_tokens_that_engines_report(
+    tmp_path: Path, port: int, socket_of: Callable[[int], zmq.Socket[bytes]]
+) -> None:
+    """Which it gets before or after the blocks. A block that was told without them leaves and is
+    stored again: some readers count. Bytes that are no events change nothing."""
+    space = Namespace.of({"block_size": "4+8", "group": "0: full"})
+    keys = chain(space, 3, "a")
+    first, *rest = [short_hash(key[NAMESPACE_BYTES:]) for key in keys]
+    replay = socket_of(zmq.DEALER)
+
+    def described(blocks: list[int], parent: int | None, **more: Any) -> bytes:
+        event = {"type": "BlockStored", "block_hashes": blocks, "parent_block_hash": parent}
+        event |= {"token_ids": [*range(4 * len(blocks))], "block_size": 4, "medium": "GPU", **more}
+        return encode([event])
+
+    def told() -> dict[tuple[str, int], list[Any]]:
+        """Of each medium and block: how often it is stored, its tokens, parent, adapter, keys."""
+        found: dict[tuple[str, int], list[Any]] = {}
+        replay.send_multipart((b"", bytes(8)))
+        while payload := replay.recv_multipart()[-1]:
+            for event in msgspec.msgpack.decode(payload)[1]:
+                parent, tokens = event.get("parent_block_hash"), event.get("token_ids", [])
+                for at, block in enumerate(event["block_hashes"]):
+                    one = found.setdefault((event["medium"], block), [0])
+                    one[0] += 1 if event["type"] == "BlockStored" else -1
+                    keys = event.get("extra_keys", [None] * 9)[at]
+                    one[1:] = tokens[4 * at : 4 * at + 4], parent, event.get("lora_name"), keys
+                    parent = block
+        return found
+
+    with (
+        Service(tmp_path / "a", events=port) as service,
+        contextlib.closing(service.client()) as client,
+    ):
+        client.register(space, BLOCK_BYTES)
+        client.describe(described([first], None, extra_keys=[["salt"]], lora_name="x"))
+        Engine(client).save(keys)
+        assert client.flush(keys, 30.0)
+        wait_until(lambda: len(told()) == 6)
+        assert {one[0] for one in told().values()} == {1}
+        assert told()["CPU", rest[0]][1:] == [[], first, None, None]
+        client.describe(b"no events")
+        client.describe(encode([{"type": "BlockStored"}, {"type": "BlockStored", "medium": 7}]))
+        client.describe(described(rest, first))
+        want = [
+            [1, [0, 1, 2, 3], None, "x", ["salt"]],
+            [1, [0, 1, 2, 3], first, None, None],
+            [1, [4, 5, 6, 7], rest[0], None, None],
+        ]
+        blocks = [(medium, one) for medium in ("CPU", "STORAGE") for one in (first, *rest)]
+        wait_until(lambda: told() == dict(zip(blocks, want * 2, strict=True)))
+
+
 def test_endpoints() -> None:
     assert endpoint_of("5601") == ("127.0.0.1", 5601)
     assert endpoint_of("*:5601") == ("*", 5601)
@@ -354,7 +408,7 @@ def test_a_topic_and_a_gap_that_is_no_longer_kept(
     told = next(one for one in batch.events if one.medium == "CPU")
     assert set(told.block_hashes) <= hashes(keys)
     assert (told.parent_block_hash, told.token_ids, told.block_size) == (None, [], 0)
-    assert (told.group_idx, told.locality, told.ownership) == (0, "LOCAL", None)
+    assert (told.group_idx, told.locality, told.ownership) == (0, None, None)
     for number in range(12):
         before = publisher._number
         pool.drop(save(pool, f"b {number}", 1))

@@ -12,7 +12,7 @@ import pytest
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.events.history import EventHistory
-from kvrecall.events.wire import events_of
+from kvrecall.events.publisher import events_of
 from kvrecall.pool.changes import Cause, Change, Removed, Restart, Stored
 
 NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -32,7 +32,9 @@ CHANGES: list[Change] = [
     Removed(REMOTE, KEYS[0], Cause.LOST),
     Restart.RESTART,
 ]
-GROUPS = {NAMESPACE: 0, OTHER: 1}
+ABOUT = {"block_size": 16, "kv_cache_spec_kind": "full_attention"}
+FIELDS = {**ABOUT, "lora_id": None, "lora_name": None}
+GROUPS = {NAMESPACE: (0, FIELDS), OTHER: (1, FIELDS)}
 STORE = "0123456789abcdef"
 
 
@@ -59,12 +61,12 @@ def plain(payload: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("payload", [by_the_service, by_an_engine])
 def test_what_is_published(payload: Callable[[], bytes]) -> None:
-    """llm-d-router drops a batch with a ``BlockStored`` without tokens and block size; Dynamo reads
-    hashes only as integers of 64 bits, and no events of another locality."""
-    stored = {"type": "BlockStored", "token_ids": [], "block_size": 0}
+    """llm-d-router drops a ``BlockStored`` of a kind it does not know, and, recovering, a batch
+    with any locality; Dynamo reads hashes only as integers of 64 bits, and no events of others."""
+    stored = {"type": "BlockStored", "token_ids": [], **ABOUT}
     gone = {"type": "BlockRemoved"}
-    host = {"medium": "CPU", "locality": "LOCAL", "group_idx": 0}
-    disk = {"medium": "STORAGE", "locality": "LOCAL", "group_idx": 1}
+    host = {"medium": "CPU", "group_idx": 0}
+    disk = {"medium": "STORAGE", "group_idx": 1}
     remote = {"medium": "STORAGE", "locality": "REMOTE", "group_idx": 0}
     remote |= {"ownership": f"{STORE}/{NAMESPACE.hex()[:8]}"}
     assert plain(payload()) == [

@@ -16,8 +16,8 @@ from kvrecall.pool.base import PoolClient, TierStats, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
-from kvrecall.testing import chain, wait_until
-from kvrecall.testing.pool_contract import NAMESPACE, SLOT_BYTES, Engine, engines
+from kvrecall.testing import chain, namespace, wait_until
+from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine, engines
 
 ANN, BOB, EVE = map(tenant_of, ("ann", "bob", "eve"))
 QUARTER = PoolTerms(tenants=TenantRules(TenantTerms(Amount(share=0.25), Amount(share=0.25))))
@@ -55,6 +55,47 @@ class TermsContract:
     def start(self, tmp_path: Path) -> Iterator[Start]:
         with engines(self.make, tmp_path / "disk") as start:
             yield start
+
+    def test_a_pool_that_its_operator_has_set_to_be_read(self, start: Start) -> None:
+        """What others wrote before is recalled; nothing is saved or cleared by an engine."""
+        writer = start(PoolTerms())
+        keys = keys_of("a", 8)
+        writer.save(keys)
+        assert writer.pool.flush(keys, 30.0)
+        writer.end()
+        reader = start(PoolTerms(read_only=True))
+        assert len(reader.recall(keys)) == 8
+        assert reader.save([*keys, *keys_of("b", 2)]) == {Verdict.PRESENT: 8, Verdict.REFUSED: 2}
+        reader.pool.clear()
+        assert reader.pool.find(keys).blocks == 8
+        assert self.disk(reader).stats().blocks == 8
+
+    def test_blocks_of_weights_that_are_gone_go_first(self, start: Start) -> None:
+        """Though they were used last; not once the weights are back."""
+        engine, other = start(PoolTerms(), blocks=24), namespace("other weights")
+        pool = self.pool_of(engine.pool)
+        engine.pool.register(other, BLOCK_BYTES)
+        ours, theirs = keys_of("a", 8), chain(other, 8, "a")
+        for keys in (ours, theirs):
+            engine.save(keys)
+            assert engine.pool.flush(keys, 30.0)
+
+        def saved(name: str) -> tuple[int, int]:
+            """Blocks of both in the host after others came that need the room of eight."""
+            engine.pool.touch(theirs)
+            engine.save(keys_of(name, 16 if name == "b" else 8))
+            here = {block.key for block in pool.host_blocks()}
+            return len(here & {*ours}), len(here & {*theirs})
+
+        engine.pool.retire([other.digest])
+        engine.pool.find(())
+        wait_until(lambda: len(pool._host.leaving) == 8)
+        wait_until(lambda: len(self.disk(engine).catalog.leaving) == 8)
+        assert saved("b") == (8, 0)
+        engine.recall(theirs[:4])
+        engine.pool.register(other, BLOCK_BYTES)
+        assert pool._host.retired == self.disk(engine).catalog.retired == frozenset()
+        assert engine.pool.find(theirs).blocks == 8
 
     # -- limits of tenants -----------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Reader:
         self.log = ChangeLog(pool.sweep, most)
         pool.watch(self.log)
         self.held: Held = {}
+        self.repeats = False  # all was told once more
         self.causes: list[tuple[TierName, Cause]] = []
 
     def read(self) -> None:
@@ -36,6 +37,7 @@ class Reader:
                 case Restart.RESTART:
                     self.held.clear()
                 case Stored(tier, key, parent):
+                    assert self.repeats or (tier, key) not in self.held, "told twice"
                     self.held[tier, key] = parent
                 case Removed(tier, key, cause):
                     self.held.pop((tier, key), None)
@@ -118,6 +120,7 @@ def test_a_reader_knows_what_the_pool_holds(
                 case "read":
                     reader.read()
                 case "repeat":
+                    reader.repeats = True
                     reader.log.repeat()
 
         play(pool, story, act)

@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvrecall.events.wire import (
-    CLEARED,
-    DEVICE_MEDIUM,
-    PLACE,
-    REMOVED,
-    STORED,
-    Batch,
-    Event,
-    Hash,
-    encode,
-)
+from kvrecall.events.contents import PLACE, Abouts, BlockContent
+from kvrecall.events.wire import CLEARED, DEVICE_MEDIUM, REMOVED, STORED, Batch, Event, Hash, encode
 
 if TYPE_CHECKING:
     import zmq
@@ -33,22 +24,9 @@ _PATIENCE_SHARE = 0.1  # of all time
 _PAUSE_S = 0.001
 _MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
 _IN_A_BATCH = 1024  # blocks
-_OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
-_OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _Place = tuple[Any, ...]  # medium, locality, ownership, group
-
-
-class _Block(msgspec.Struct, frozen=True, gc=False):
-    """A block that an event reported as stored. ``about``: the fields that it shares with others of
-    its event; ``tokens``: 32 bits each, empty if they were not told. Not seen by the garbage
-    collector: an engine's steps would wait while it looks at each."""
-
-    parent: Hash | None
-    about: Mapping[str, Any]
-    tokens: bytes
-    extra: Any
 
 
 class EventHistory:
@@ -66,9 +44,9 @@ class EventHistory:
         self._lock = threading.Lock()
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
-        self._held: dict[_Place, dict[Hash, _Block]] = {}
+        self._held: dict[_Place, dict[Hash, BlockContent]] = {}
         self._count = 0
-        self._abouts: dict[bytes, Mapping[str, Any]] = {}
+        self._abouts = Abouts()
         self._rank: Any = 0
         self._patience_s, self._patience_at = _PATIENCE_S, time.monotonic()
 
@@ -148,56 +126,70 @@ class EventHistory:
                     self._count -= held.pop(block, None) is not None
 
     def _stored(self, event: Mapping[str, Any]) -> None:
-        hashes, size = event["block_hashes"], event.get("block_size") or 0
-        tokens, extra = event.get("token_ids") or (), event.get("extra_keys")
-        told = bool(size) and len(tokens) >= size * len(hashes)
-        # The fields that are not its blocks', one object for all events in which they are equal.
-        fields = {k: v for k, v in event.items() if k not in _OF_BLOCKS and k not in _OF_REQUEST}
-        about = self._abouts.setdefault(msgspec.msgpack.encode(fields), fields)
         held = self._held.setdefault(_place_of(event), {})
-        parent = event.get("parent_block_hash")
-        for at, block in enumerate(hashes):
-            part = array("I", tokens[at * size : (at + 1) * size]).tobytes() if told else b""
+        for block, content in self._abouts.contents(event):
             known = held.get(block)
-            if known is not None and (part or not known.tokens):
+            if known is not None and (content.tokens or not known.tokens):
                 self._count -= held.pop(block, None) is not None
                 known = None
             if known is None and self._count < _MOST_BLOCKS:
-                held[block] = _Block(parent, about, part, extra[at] if extra else None)
+                held[block] = content
                 self._count += 1
-            parent = block
 
     def _base(self, most: int) -> list[bytes]:
         """The table as at most so many batches, in which a block comes after its parent."""
         count = max(_IN_A_BATCH, -(-self._count // most))
         batches: list[bytes] = []
         events: list[Event] = [{"type": CLEARED}]
-        room = count
+        room, locality = count, None
 
         def end() -> None:
             batches.append(encode(events, self._rank))
             events.clear()
             time.sleep(0)  # a turn for the engine's thread
 
-        places = sorted(self._held, key=lambda place: place[0] not in (None, DEVICE_MEDIUM))
-        for place in places:  # the device's first
-            for event in _events_of(self._held[place], count):
-                if room < len(event["block_hashes"]) and len(batches) + 1 < most:
-                    end()
-                    room = count
-                room -= len(event["block_hashes"])
-                events.append(event)
+        for event in self._stored_events(count):
+            is_apart = event.get("locality") != locality  # some readers refuse such a batch
+            if (is_apart or room < len(event["block_hashes"])) and len(batches) + 1 < most:
+                end()
+                room = count
+            room, locality = room - len(event["block_hashes"]), event.get("locality")
+            events.append(event)
         end()
         return batches
+
+    def _stored_events(self, most: int) -> Iterator[Event]:
+        """The table as events: the device's first, then those with a locality last. A block whose
+        parent is in another place waits for it: some readers drop blocks without their parents."""
+        places = sorted(self._held, key=lambda p: (p[1] or "", p[0] not in (None, DEVICE_MEDIUM)))
+        late: list[Event] = []
+        missing: set[Hash] = set()  # the blocks of those
+        for number, place in enumerate(places):
+            coming = [self._held[one] for one in places[number + 1 :]]
+            past = [self._held[one] for one in places[: number + 1]]
+            for event in _events_of(self._held[place], most):
+                parent = event["parent_block_hash"]
+                is_early = any(parent in one for one in coming)
+                if parent in missing or (is_early and not any(parent in one for one in past)):
+                    late.append(event)
+                    missing.update(event["block_hashes"])
+                else:
+                    yield event
+        while late:
+            ready = [one for one in late if one["parent_block_hash"] not in missing] or late
+            for event in ready:
+                yield event
+                missing.difference_update(event["block_hashes"])
+            late = [one for one in late if one not in ready]
 
 
 def _place_of(event: Mapping[str, Any]) -> _Place:
     return tuple(event.get(name) for name in PLACE)
 
 
-def _events_of(held: Mapping[Hash, _Block], most: int) -> Iterator[Event]:
+def _events_of(held: Mapping[Hash, BlockContent], most: int) -> Iterator[Event]:
     """``BlockStored`` of all these blocks, parents first, of at most ``most`` blocks each."""
-    run: list[tuple[Hash, _Block]] = []
+    run: list[tuple[Hash, BlockContent]] = []
     for block in _parents_first(held):
         one = held[block]
         if run:
@@ -211,7 +203,7 @@ def _events_of(held: Mapping[Hash, _Block], most: int) -> Iterator[Event]:
         yield _event_of(run)
 
 
-def _parents_first(held: Mapping[Hash, _Block]) -> Iterator[Hash]:
+def _parents_first(held: Mapping[Hash, BlockContent]) -> Iterator[Hash]:
     done: set[Hash] = set()
     for block in held:
         above = []
@@ -223,7 +215,7 @@ def _parents_first(held: Mapping[Hash, _Block]) -> Iterator[Hash]:
         yield from reversed(above)
 
 
-def _event_of(run: Sequence[tuple[Hash, _Block]]) -> Event:
+def _event_of(run: Sequence[tuple[Hash, BlockContent]]) -> Event:
     first = run[0][1]
     tokens = array("I")
     tokens.frombytes(b"".join(one.tokens for _, one in run))

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shutil
 import socket
 import tempfile
 import threading
+from array import array
 from asyncio import StreamReader, StreamWriter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from kvrecall.block import Namespace
+import msgspec
+
+from kvrecall.block import NAMESPACE_BYTES, Namespace, TierName, is_tail
 from kvrecall.config import split_address
 from kvrecall.errors import ConfigError
+from kvrecall.events.contents import BlockContent, Contents
 from kvrecall.events.history import EventHistory
-from kvrecall.events.wire import Event, Hash, encode, events_of, short_hash
-from kvrecall.pool.changes import MOST_CHANGES, ChangeLog
+from kvrecall.events.wire import CLEARED, MEDIA, REMOVED, STORED, Event, Hash, encode, short_hash
+from kvrecall.pool.changes import MOST_CHANGES, Change, ChangeLog, Restart, Stored
 from kvrecall.pool.pool import Pool
 
 _LOG = logging.getLogger(__name__)
@@ -34,13 +41,19 @@ _BATCH_BLOCKS = 4096  # an event without any counts as ``_EVENT_BLOCKS``: a batc
 _EVENT_BLOCKS = 16
 _QUEUED = 1000  # batches for a subscriber that does not read; it asks for more than that again
 _QUEUED_REPLAY = 16
+_MOST, _MOST_TOKENS = 4096, 1 << 17  # blocks and tokens of an event
+_KINDS = {"window": "sliding_window", "state": "mamba"}  # of KV groups, as vLLM names them
 
 
-def group_of(namespace: Namespace) -> int:
-    """The KV group of a namespace's blocks."""
-    name = dict(namespace.parts).get("group", "")
-    number = name.partition(":")[0]
-    return int(number) if number.isdecimal() else 0
+def group_of(namespace: Namespace) -> tuple[int, Event]:
+    """The KV group of a namespace's blocks, and the fields that say what they are."""
+    parts = dict(namespace.parts)
+    name, _, kind = parts.get("group", "").partition(": ")
+    number = int(name) if name.isdecimal() else 0
+    size = (parts.get("block_size", "").split("+") + [""] * number)[number]
+    about: Event = {"block_size": int(size) if size.isdecimal() else 0, "lora_id": None}
+    kind = _KINDS.get(kind.partition(" ")[0], "full_attention")
+    return number, about | {"lora_name": None, "kv_cache_spec_kind": kind}
 
 
 def endpoint_of(text: str) -> tuple[str, int]:
@@ -64,6 +77,9 @@ class PoolEvents:
     first namespace is known, some of it with each call. When a namespace becomes live or is
     abandoned, its blocks alone are published, as stored or removed. If more changes come between
     two calls than the log keeps, everything is void and published again.
+
+    ``contents``: learns the tokens of blocks from the events of devices. A block is published with
+    them, or once more when they become known.
     """
 
     def __init__(
@@ -76,7 +92,9 @@ class PoolEvents:
         self._most = most
         self._groups: dict[bytes, int] = {}
         self._abandoned: dict[bytes, int] = {}  # groups of namespaces that were live
+        self._facts: dict[bytes, tuple[int, Mapping[str, Any]]] = {}
         self._log: ChangeLog | None = None
+        self.contents = Contents()
 
     def take(
         self, repeat: bool = False, hash_of: Callable[[bytes], Hash] = short_hash
@@ -94,14 +112,93 @@ class PoolEvents:
             self._log.repeat({digest for digest, _ in self._groups.items() ^ live.items()})
         if repeat:
             self._log.repeat()
+            self.contents.cleared()
+        if self._groups != live:
+            spaces = {space.digest: group_of(space)[1] for space, _ in self._pool.namespaces()}
+            self._facts = {one: (number, spaces[one]) for one, number in live.items()}
         self._groups = dict(live)
-        changes = self._log.take()
-        return events_of(changes, self._groups, self._abandoned, self._pool.store_name, hash_of)
+        changes = [*self.contents.completed(), *self._log.take()]
+        return events_of(
+            changes, self._facts, self._abandoned, self._pool.store_name, hash_of, self.contents
+        )
 
     @property
     def is_complete(self) -> bool:
         """Whether ``take`` has returned all that the pool held and all changes since."""
         return self._log is None or self._log.is_complete
+
+
+def events_of(
+    changes: Iterable[Change],
+    groups: Mapping[bytes, tuple[int, Mapping[str, Any]]],
+    abandoned: Mapping[bytes, int] | None = None,
+    store: str | None = None,
+    hash_of: Callable[[bytes], Hash] = short_hash,
+    contents: Contents | None = None,
+) -> list[Event]:
+    """The events of a pool's changes, as few as their order allows: a chain stored in one tier is
+    one event, and so are removals that follow each other.
+
+    Leaves out unfinished blocks, and those of namespaces that are in neither mapping; ``groups``:
+    the KV group of each, and what events say of it. Blocks of ``abandoned`` namespaces are removed,
+    whatever their change was. ``store``: names the remote store. ``hash_of``: a hash as it is
+    published.
+    """
+    contents = contents or Contents()
+    abandoned = abandoned or {}
+    events: list[Event] = []
+    hashes: list[Hash] = []  # of the last event
+    tokens: list[int] = []
+    extras: list[Any] = []
+    goes_on: tuple[Any, ...] | None = None  # what a further block of it has
+    for change in changes:
+        if isinstance(change, Restart):
+            events.append({"type": CLEARED})
+            goes_on = None
+            contents.cleared()
+            continue
+        digest, block = change.key[:NAMESPACE_BYTES], change.key[NAMESPACE_BYTES:]
+        group, about = groups.get(digest, (abandoned.get(digest), None))
+        if group is None or is_tail(change.key):
+            continue
+        name, published = (group, short_hash(block)), hash_of(block)
+        content = None
+        if about is None or not isinstance(change, Stored):
+            contents.removed(name, change)
+        elif (content := contents.stored(name, change)) is not None:
+            if isinstance(published, int) and content.parent is not None:
+                content = msgspec.structs.replace(content, parent=short_hash(content.parent))
+        else:
+            above = change.parent
+            is_inner = above is not None and above[:NAMESPACE_BYTES] == digest
+            parent = hash_of(above[NAMESPACE_BYTES:]) if above and is_inner else None
+            content = BlockContent(parent, about)
+        kind = change.tier, digest, content and (content.about, bool(content.tokens))
+        is_full = len(hashes) >= _MOST or len(tokens) >= _MOST_TOKENS
+        if kind != goes_on or is_full or (content and content.parent != hashes[-1]):
+            hashes, tokens, extras, goes_on = [], [], [], kind
+            event: Event = {"type": STORED if content else REMOVED, "block_hashes": hashes}
+            if content:
+                event |= {"parent_block_hash": content.parent, "token_ids": tokens}
+                event |= {"extra_keys": extras, **content.about}
+            events.append(event | _place(change.tier, digest, group, store))
+        hashes.append(published)
+        if content:
+            tokens += array("I", content.tokens)
+            extras.append(content.extra)
+    for event in events:
+        if not any(one is not None for one in event.get("extra_keys", ())):
+            event.pop("extra_keys", None)
+    return events
+
+
+def _place(tier: TierName, digest: bytes, group: int, store: str | None) -> Event:
+    place: Event = {"medium": MEDIA[tier], "group_idx": group}  # no locality: it is this host
+    if tier is TierName.REMOTE:
+        place["locality"] = "REMOTE"
+        if store is not None:  # equal for all engines and hosts that can recall these blocks
+            place["ownership"] = f"{store}/{digest.hex()[:8]}"
+    return place
 
 
 class EventPublisher:
@@ -139,6 +236,8 @@ class EventPublisher:
         self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
         self._events = PoolEvents(pool, self._groups)
+        self._described = deque[bytes](maxlen=_QUEUED)
+        pool.describe = self._described.append
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvrecall-events", daemon=True)
         self._thread.start()
@@ -162,10 +261,12 @@ class EventPublisher:
             self._gate.close()
 
     def _groups(self) -> dict[bytes, int]:
-        return {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
+        return {space.digest: group_of(space)[0] for space, _ in self._pool.namespaces()}
 
     def _publish(self) -> bool:
         """One batch of what has changed. Whether there may be more at once."""
+        while self._described:
+            self._events.contents.learn(self._described.popleft())
         for batch in batches_of(self._events.take()):
             payload = encode(batch)
             self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
@@ -175,17 +276,19 @@ class EventPublisher:
 
 
 def batches_of(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """Events in batches of a bounded size, because queues are bounded by the number of batches."""
-    batch: list[Event] = []
-    room = _BATCH_BLOCKS
-    for event in events:
-        size = _EVENT_BLOCKS + len(event.get("block_hashes", ()))
-        if batch and size > room:
-            yield batch
-            batch, room = [], _BATCH_BLOCKS
-        batch.append(event)
-        room -= size
-    if batch:
+    """Events in batches of a bounded size, because queues are bounded by the number of batches.
+    Those with a locality have their own, as some readers drop a batch with such an event."""
+    for _, alike in itertools.groupby(events, lambda event: event.get("locality")):
+        batch: list[Event] = []
+        room = _BATCH_BLOCKS
+        for event in alike:
+            size = _EVENT_BLOCKS + len(event.get("block_hashes", ()))
+            size += len(event.get("token_ids", ())) // 4
+            if batch and size > room:
+                yield batch
+                batch, room = [], _BATCH_BLOCKS
+            batch.append(event)
+            room -= size
         yield batch
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName, is_tail
-from kvrecall.pool.changes import Change, Restart, Stored
+from kvrecall.block import TierName
 
 Event = dict[str, Any]
 Batch = tuple[int, bytes]
@@ -29,16 +28,13 @@ BlockHash = int
 
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 DEVICE_MEDIUM = "GPU"
-PLACE = ("medium", "locality", "ownership", "group_idx")
-"""Fields that say where the blocks of an event are."""
-_MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
+MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
 _TIERS = {
     DEVICE_MEDIUM: TierName.DEVICE,
     "CPU": TierName.HOST,
     "STORAGE": TierName.DISK,
     "DISK": TierName.DISK,
 }
-_MOST = 4096  # blocks of an event
 
 
 def short_hash(published: Hash) -> BlockHash:
@@ -54,63 +50,6 @@ def short_hash(published: Hash) -> BlockHash:
 def encode(events: Sequence[Event], rank: Any = 0) -> bytes:
     """A batch of this moment."""
     return msgspec.msgpack.encode([time.time(), events, rank])
-
-
-def events_of(
-    changes: Iterable[Change],
-    groups: Mapping[bytes, int],
-    abandoned: Mapping[bytes, int] | None = None,
-    store: str | None = None,
-    hash_of: Callable[[bytes], Hash] = short_hash,
-) -> list[Event]:
-    """The events of a pool's changes, as few as their order allows: a chain stored in one tier is
-    one event, and so are removals that follow each other.
-
-    Leaves out unfinished blocks, and those of namespaces that are in neither mapping; ``groups``:
-    the KV group of each. Blocks of ``abandoned`` namespaces are removed, whatever their change was.
-    ``store``: names the remote store. ``hash_of``: a hash as it is published.
-    """
-    events: list[Event] = []
-    hashes: list[Hash] = []  # of the last event
-    goes_on: tuple[bool, TierName, bytes] | None = None  # what a further block of it has
-    last: BlockKey | None = None
-    for change in changes:
-        if isinstance(change, Restart):
-            events.append({"type": CLEARED})
-            goes_on = None
-            continue
-        digest = change.key[:NAMESPACE_BYTES]
-        parent = change.parent if isinstance(change, Stored) else None
-        is_stored, group = isinstance(change, Stored), groups.get(digest)
-        if group is None and abandoned:
-            is_stored, group = False, abandoned.get(digest)
-        if group is None or is_tail(change.key):
-            continue
-        kind = is_stored, change.tier, digest
-        if kind != goes_on or len(hashes) >= _MOST or (is_stored and parent != last):
-            hashes, goes_on = [], kind
-            event: Event = {"type": STORED if is_stored else REMOVED, "block_hashes": hashes}
-            if is_stored:
-                is_inner = parent is not None and parent[:NAMESPACE_BYTES] == digest
-                above = hash_of(parent[NAMESPACE_BYTES:]) if parent and is_inner else None
-                event |= {"parent_block_hash": above, **_WITHOUT_TOKENS}
-            events.append(event | _place(change.tier, digest, group, store))
-        hashes.append(hash_of(change.key[NAMESPACE_BYTES:]))
-        last = change.key
-    return events
-
-
-_WITHOUT_TOKENS = {"token_ids": [], "block_size": 0, "lora_id": None, "lora_name": None}
-"""The pool does not know the tokens: as in the events of vLLM's own offloading, there are none."""
-
-
-def _place(tier: TierName, digest: bytes, group: int, store: str | None) -> Event:
-    place = {"medium": _MEDIA[tier], "group_idx": group, "locality": "LOCAL"}
-    if tier is TierName.REMOTE:
-        place["locality"] = "REMOTE"
-        if store is not None:  # equal for all engines and hosts that can recall these blocks
-            place["ownership"] = f"{store}/{digest.hex()[:8]}"
-    return place
 
 
 # -- reading --------------------------------------------------------------------------------

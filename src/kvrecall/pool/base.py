@@ -13,7 +13,7 @@ No method waits for I/O except ``flush`` and ``close``. All methods may be calle
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -212,6 +212,10 @@ class PoolClient(Protocol):
         Call before using keys of the namespace. Raises ConfigError if the arena cannot hold even
         one block of that size.
         """
+
+    def retire(self, digests: Collection[bytes]) -> None:
+        """The weights of these namespaces are gone, unless another client has them: their blocks
+        are evicted before all others, until the namespace is registered again."""
 
     def find(self, keys: Sequence[BlockKey]) -> Found:
         """Longest prefix of ``keys`` known to be present. No side effect on recency; counts as a

@@ -87,12 +87,14 @@ class ChangeLog:
         self._swept: frozenset[bytes] | None = None  # by the sweep under way; None: all
         self._has_begun = False  # the sweep under way
         self._next: frozenset[bytes] = frozenset()  # namespaces to sweep after it
+        self._told: set[tuple[TierName, BlockKey]] = set()  # as stored, since it began
         self._begin_sweep(None)
         self.restarts = 0
 
     def _begin_sweep(self, namespaces: frozenset[bytes] | None) -> None:
         self._sweep = self._sweep_of(_Held(self._hold, namespaces))
         self._swept, self._has_begun, self._next = namespaces, False, frozenset()
+        self._told = {(one.tier, one.key) for one in self._changes if isinstance(one, Stored)}
 
     def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
         self._add(Stored(tier, key, parent))
@@ -107,10 +109,13 @@ class ChangeLog:
                 self._overflowed = True
             if not self._overflowed:
                 self._changes.append(change)
+                if self._sweep is not None and isinstance(change, Stored):
+                    self._told.add((change.tier, change.key))
 
-    def _hold(self, change: Change) -> None:
+    def _hold(self, change: Stored) -> None:
+        """Unless the log has told it itself, because some readers count how often."""
         with self._lock:
-            if not self._overflowed:
+            if not self._overflowed and (change.tier, change.key) not in self._told:
                 self._changes.append(change)
 
     def repeat(self, namespaces: Collection[bytes] | None = None) -> None:
@@ -155,7 +160,7 @@ class ChangeLog:
 class _Held:
     """Adds what a sweep reports to a log: all of it, or what is of some namespaces."""
 
-    def __init__(self, add: Callable[[Change], None], namespaces: frozenset[bytes] | None) -> None:
+    def __init__(self, add: Callable[[Stored], None], namespaces: frozenset[bytes] | None) -> None:
         self._add = add
         self._namespaces = namespaces
 
@@ -164,4 +169,4 @@ class _Held:
             self._add(Stored(tier, key, parent))
 
     def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None:
-        self._add(Removed(tier, key, cause))
+        """A sweep reports none."""

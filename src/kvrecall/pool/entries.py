@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,8 @@ class EntryTable(ABC):
         self.pinned_bytes = 0
         self.evictions = 0
         self.watchers: Watchers = ()
+        self.retired: Set[bytes] = frozenset()  # namespaces whose blocks go first
+        self.leaving: deque[BlockKey] = deque()  # those blocks, or some that were, first to last
         self._tier = tier
         self._policy_name = policy
         self._capacity_bytes = capacity_bytes
@@ -400,9 +403,20 @@ class EntryTable(ABC):
             )
 
         now = self.now()
-        found = self._tails.victims(count, evictable, now)
-        if len(found) < count:
-            found += self._policy.victims(count - len(found), evictable, now)
+        first: dict[int, None] = {}
+        for _ in range(min(len(self.leaving), count + _HELD_FROM)):
+            key = self.leaving.popleft()
+            with self._lock:
+                number = self._find(key) if key[:NAMESPACE_BYTES] in self.retired else -1
+            if number >= 0 and len(first) < count and evictable(number):
+                first[number] = None
+            elif number >= 0:  # it is busy, or of another size
+                self.leaving.append(key)
+        found = [*first]
+        for order in (self._tails, self._policy):
+            if len(found) < count:
+                wanted_too = evictable if not first else lambda n: n not in first and evictable(n)
+                found += order.victims(count - len(found), wanted_too, now)
         self._hold(busy)
         return found
 

@@ -47,7 +47,7 @@ from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.disk.folder import MediumFails
-from kvrecall.pool.entries import BlockInfo, hangs
+from kvrecall.pool.entries import BlockInfo, EntryTable, hangs
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.evictor import Evictor
 from kvrecall.pool.hints import Hint, HintRecord
@@ -132,6 +132,20 @@ class _Loading:
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
 
 
+class _Leaving:
+    """Is told of all blocks held; notes those of some namespaces, suffixes first."""
+
+    def __init__(self, tables: Mapping[TierName, EntryTable], digests: frozenset[bytes]) -> None:
+        self._tables = tables
+        self._digests = digests
+
+    def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
+        if key[:NAMESPACE_BYTES] in self._digests and tier in self._tables:
+            self._tables[tier].leaving.appendleft(key)
+
+    def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None: ...
+
+
 class Pool:
     """A ``PoolClient`` that owns its arena and its lower tier. Thread-safe.
 
@@ -177,8 +191,11 @@ class Pool:
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
+        self._retired: frozenset[bytes] = frozenset()  # namespaces
+        self._retiring: Iterator[None] = iter(())  # looks for their blocks, some with each step
         self._absent: tuple[TierStats, ...] = ()  # of a disk that could not be opened
         self.store_name: str | None = None  # of the remote store, the same on all hosts
+        self.describe: Callable[[bytes], object] = bytes  # takes batches of engines' KV events
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
         self._disk = disk
@@ -261,9 +278,26 @@ class Pool:
                     f"not of {block_bytes}"
                 )
             self._namespaces[namespace.digest] = namespace, block_bytes
+            self._retired = self._retired - {namespace.digest}
+            self._set_retired()
             self._others.clear()
             self._host.fit(block_bytes)
             self._below.register(namespace, block_bytes)
+
+    def retire(self, digests: Collection[bytes]) -> None:
+        with self._changed:
+            self._retired = self._retired | {*digests}
+            self._set_retired()
+            leaving = _Leaving(self._tables(), frozenset(digests))
+            self._retiring = itertools.chain(self._retiring, self.sweep(leaving))
+
+    def _tables(self) -> dict[TierName, EntryTable]:
+        tables: dict[TierName, EntryTable] = {TierName.HOST: self._host}
+        return tables | ({} if self._disk is None else {TierName.DISK: self._disk.catalog})
+
+    def _set_retired(self) -> None:
+        for table in self._tables().values():
+            table.retired = self._retired
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         with self._changed:
@@ -472,7 +506,7 @@ class Pool:
                 hanging = [b.parent for b in made.values() if hangs(b.key, b.parent)]
                 return [*present, *self._lines_of(hanging)]
 
-            for block in [] if self._closed else self._place(made, in_use):
+            for block in [] if self._closed or self.is_read_only else self._place(made, in_use):
                 filling[block.key] = block
             reserved = Verdict.RESERVED
             given: list[Reservation] = []
@@ -525,7 +559,14 @@ class Pool:
                     return False
                 self._changed.wait(min(left, _RETRY_S))
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether engines may save nothing, and clear nothing."""
+        return self._terms.read_only
+
     def clear(self) -> None:
+        if self.is_read_only:
+            return
         with self._changed:
             self._drain()
             self._below.clear()
@@ -888,6 +929,7 @@ class Pool:
                     self._changed.notify_all()
                 elif not (more or self._writer.has_below or self._closed):
                     self._changed.wait(_TICK_S)
+            more |= next(self._retiring, self) is None
             self.admin.expire()
 
     def _write_rest(self, until: float) -> None:

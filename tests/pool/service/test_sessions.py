@@ -85,3 +85,15 @@ def test_keys_of_no_namespace_are_refused(pool: Pool, session: Session) -> None:
     assert p.VERDICTS.unpack(reply.verdicts) == (Verdict.REFUSED,) * 2
     session.answer(p.Acquire(1, tuple(other), 1.0, None, SHARED))
     assert session.is_settled
+
+
+def test_what_another_client_has_is_not_retired(pool: Pool, session: Session) -> None:
+    """The last one that has other weights retires it, and whoever has them again undoes that."""
+    other = Session(pool, session.peer, session._registered, 2)
+    assert registers(other, SPACE)
+    session.answer(p.Retire((SPACE.digest,)))
+    assert not pool._host.retired
+    other.answer(p.Retire((SPACE.digest,)))
+    assert pool._host.retired == {SPACE.digest}
+    assert registers(session, SPACE)
+    assert not pool._host.retired

@@ -100,6 +100,10 @@ def read_settings(
             "(any text that changes with them)"
         )
     settings = RecallSettings.from_mapping(left, _SOURCE)
+    if settings.access not in ("both", "read") or (settings.access == "read" and settings.service):
+        raise ConfigError(
+            f"{SECTION}: access is {settings.access!r}, which only a vLLM engine can have here"
+        )
     if ranks > 1 and settings.pool.disk is not None:
         raise ConfigError(
             f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "

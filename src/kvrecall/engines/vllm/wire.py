@@ -329,6 +329,7 @@ class EngineFacts:
     ranks: int
     copies_in_step: bool
     recalls: bool = True
+    only_writes: bool = False
     least_token_seconds: float = 0.0
     rank_share: float = 1.0
     exact_blocks: int = ALL_BLOCKS

@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -340,6 +340,14 @@ class ServiceClient:
         room = p.MAX_KEYS // 3 if hanging or ending else p.MAX_KEYS
         used, beside, last = (tuple(each[:room]) for each in (keys, hanging, ending))
         self._tell(self._current(), p.Touch(used, beside, last, hint, tenant))
+
+    def retire(self, digests: Collection[bytes]) -> None:
+        self._tell(self._current(), p.Retire(tuple(digests)))
+
+    def describe(self, batch: bytes) -> None:
+        """Tells the service the KV events of an engine, which say what its blocks contain."""
+        if len(batch) <= p.MAX_FRAME >> 1:
+            self._tell(self._current(), p.Describe(batch))
 
     # -- save ------------------------------------------------------------------------------
 

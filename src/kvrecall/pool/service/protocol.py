@@ -31,7 +31,7 @@ from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_p
 E = TypeVar("E", bound=enum.Enum | None)
 M = TypeVar("M")
 
-PROTOCOL = 100 * FORMAT_VERSION + 11
+PROTOCOL = 100 * FORMAT_VERSION + 13
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -204,6 +204,18 @@ class Why(Message, frozen=True, tag=18):
     key: Key
 
 
+class Describe(Message, frozen=True, tag=19):
+    """A batch of KV events that an engine has published."""
+
+    batch: Annotated[bytes, Meta(max_length=MAX_FRAME >> 1)]
+
+
+class Retire(Message, frozen=True, tag=20):
+    """This client has other weights than those of these namespaces."""
+
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
+
+
 class Administer(Message, frozen=True, tag=32):
     """``fields``: of the command of that name, see ``admin``. Answered by any number of
     ``Progress`` and one ``Administered``."""
@@ -215,7 +227,8 @@ class Administer(Message, frozen=True, tag=32):
 
 Request = (
     Register | Find | Locate | Why | Acquire | Poll | Release | Reserve | Commit | Abandon | Cancel
-    | Touch | Flush | Clear | Stats | Settle | Bye | Administer
+    | Touch | Flush | Clear | Stats | Settle | Bye | Describe | Retire
+    | Administer
 )  # fmt: skip
 
 

@@ -416,7 +416,8 @@ class Connection(asyncio.Protocol):
         return p.Flushed(request.number, is_durable)
 
     async def _clear(self, number: int, session: Session) -> p.Message:
-        if namespaces := tuple(digest.hex() for digest in session.namespaces):
+        namespaces = tuple(digest.hex() for digest in session.namespaces)
+        if namespaces and not self._server.pool.is_read_only:
             drop = Drop(Query(namespaces), True)
             await self._command(lambda: drop.run(self._server.pool, lambda *_: None))
         return p.Acknowledged(number)

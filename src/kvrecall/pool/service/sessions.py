@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
 from kvrecall.errors import ConfigError
@@ -41,6 +42,7 @@ class Registered:
 
     def __init__(self, pool: Pool) -> None:
         self.digests: set[bytes] = set()
+        self.sessions: WeakSet[Session] = WeakSet()
         self._pool = pool
         self._room = _MAX_PARTS_BYTES
 
@@ -69,6 +71,7 @@ class Session:
         """``seat``: of the processes that map the arena for this client."""
         self._pool = pool
         self._registered = registered
+        registered.sessions.add(self)
         self.peer = peer
         self.seat = seat
         self.token = secrets.token_bytes(16)
@@ -135,6 +138,12 @@ class Session:
                 self._abandon(keys)
             case p.Cancel(number):
                 self._abandon([key for key, by in self._filling.items() if by == number])
+            case p.Retire(digests):
+                self.namespaces -= {*digests}
+                used = set[bytes]().union(*(one.namespaces for one in self._registered.sessions))
+                pool.retire({*digests} - used)
+            case p.Describe(batch):
+                pool.describe(batch)
             case p.Stats(number):
                 return p.StatsReply(number, pool.stats())
             case p.Register(number, digest, parts, block_bytes):

@@ -3,6 +3,8 @@ ones are not saved under the old name."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,3 +182,38 @@ def test_embeddings_mixed_with_tokens_are_not_pooled(engine: Engine) -> None:
     again = engine.embedded(tokens=tokens, mask=mask)
     assert hits(again) == NONE
     assert again["miss"]["cause"] == "prompt embeddings"
+
+
+@pytest.mark.long
+def test_ten_swaps_of_a_training_loop(
+    start: Callable[..., Engine], folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Every reply is a fresh engine's; a version's blocks are found when it comes back, and a swap
+    costs little more than without a pool."""
+    setup = {"dtype": "float32", "num_gpu_blocks_override": 38}
+    fresh, plain = [], []
+    for folder in folders:
+        engine = start(model=str(folder), pool=None, **setup)
+        fresh.append(engine.ask(OTHER)["tokens"])
+        for other in folders * 2 if not plain else ():
+            began = time.monotonic()
+            engine.rpc(method="reload_weights", weights_path=str(other))
+            plain.append(time.monotonic() - began)
+        engine.close()
+    pool = {"host_size": "16MiB", "disk_path": str(tmp_path), "disk_size": "64MiB"}
+    engine = start(model=str(folders[0]), pool={**pool, "load_or_compute": "load"}, **setup)
+    seconds, found = [], []
+    for turn in range(11):
+        if turn:
+            began = time.monotonic()
+            engine.rpc(method="reload_weights", weights_path=str(folders[turn % 2]))
+            seconds.append(time.monotonic() - began)
+        engine.ask(PROMPT)  # proves what lies there
+        assert engine.forget_device()
+        reply = engine.ask(OTHER)
+        found.append(sum(hits(reply)))
+        assert reply["tokens"] == fresh[turn % 2], turn
+    assert found == [0, 0, *[3 * BLOCK] * 9]
+    more = statistics.median(seconds) - statistics.median(plain)
+    print({"swaps": 10, "seconds_each": seconds, "without": plain, "more": more})
+    assert more < 0.1

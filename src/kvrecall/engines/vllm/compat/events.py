@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.errors import ConfigError
 from kvrecall.events.history import EventHistory
 from kvrecall.events.publisher import EventGate, PoolEvents
-from kvrecall.events.wire import short_hash
+from kvrecall.events.wire import Batch, short_hash
 from kvrecall.nicety import nicety
 from kvrecall.pool.pool import Pool
 
@@ -50,6 +51,14 @@ def listen_at(vllm_settings: Any, host: str) -> None:
         setattr(vllm_settings, name, listens)
 
 
+_listeners: list[Callable[[bytes], object]] = []
+
+
+def listen(listener: Callable[[bytes], object]) -> None:
+    """``listener`` gets all batches that this process publishes, in vLLM's thread."""
+    _listeners[:] = [listener]  # an engine has one pool
+
+
 class _WholePublisher(ZmqEventPublisher):
     """vLLM's publisher, whose replay also has what batches that are no longer kept have left
     stored, and whose readers cannot fill this process's memory."""
@@ -74,6 +83,12 @@ class _WholePublisher(ZmqEventPublisher):
         for name in ports:
             setattr(self, name, told[name])
 
+    def publish(self, events: Any) -> None:
+        """What has a locality in batches of its own, as some readers drop a batch with such."""
+        rank = events.data_parallel_rank
+        for _, alike in itertools.groupby(events.events, lambda e: getattr(e, "locality", None)):
+            super().publish(kv_events.KVEventBatch(events.ts, [*alike], rank))
+
     def shutdown(self) -> None:
         super().shutdown()
         if self._gate is not None:
@@ -81,13 +96,18 @@ class _WholePublisher(ZmqEventPublisher):
             self._gate = None
 
     @property
-    def _buffer(self) -> EventHistory:
+    def _buffer(self) -> _WholePublisher:
         """Where vLLM's thread appends what it has published."""
-        return self._history
+        return self
 
     @_buffer.setter
     def _buffer(self, _: Any) -> None:
         pass
+
+    def append(self, batch: Batch) -> None:
+        self._history.append(batch)
+        for listener in _listeners:
+            listener(batch[1])
 
     def _service_replay(self) -> None:
         self._history.replay(self._replay, self._topic_bytes)
@@ -127,6 +147,7 @@ class EngineEvents:
     ) -> None:
         """``live``: as ``PoolEvents`` takes it."""
         self._log = PoolEvents(pool, live)
+        listen(self._log.contents.learn)
         self._device = kv_cache_manager.block_pool
         self._blocks = self._device.cached_block_hash_to_block  # a clear makes a new one
 

@@ -254,11 +254,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         """What publishes the pool's tiers; None if none are, or the pool is not its own."""
         if not events.are_published(self._vllm_config):
             return None
+        if isinstance(self._pool, ServiceClient):  # the service publishes: pool serve --events
+            events.listen(self._pool.describe)
         if not isinstance(self._pool, Pool):
-            logger.warning(
-                "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
-                "is a service's, which publishes its own: kvrecall pool serve --events PORT"
-            )
             return None
         return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
@@ -312,8 +310,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
                 "and keeps a digest of each: turn one of the two off"
             )
         # Only in consumers does vLLM protect blocks from loads that overtake a running step.
+        only_writes = self._settings.access == "write"
         recalls = config.loads_are_ordered(self._vllm_config)
-        if not recalls:
+        if not (recalls or only_writes):
             logger.warning(
                 "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps "
                 "steps, in which vLLM allows no loads. Set kv_role to kv_both to do both"
@@ -323,7 +322,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             hash_block_size=versions.hash_block_size(self._vllm_config, self._kv_cache_config),
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
-            recalls=recalls,
+            recalls=recalls and not only_writes,
+            only_writes=only_writes,
             least_token_seconds=max(shard.token_seconds for shard in shards),
             rank_share=max(sum(one.page_bytes for one in rank.layers) for rank in shards)
             / sum(nbytes),
@@ -474,6 +474,13 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
             "data parallelism runs several engines on this host; let them share the node's pool: "
             "run `kvrecall pool serve` with the pool's settings and set "
             '{"backend": "service"} here, or use `kvrecall serve`, which does so itself'
+        )
+    role, access = vllm_config.kv_transfer_config.kv_role, settings.access
+    fitting = {"kv_producer": ("both", "write"), "kv_consumer": ("both", "read")}
+    if access not in fitting.get(role, (access,)):
+        raise ConfigError(
+            f"kv_connector_extra_config: access is {access!r}, with which a {role} cannot hand "
+            "prompts over; leave access out, or set kv_role to kv_both"
         )
     return settings
 

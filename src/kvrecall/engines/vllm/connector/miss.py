@@ -251,7 +251,8 @@ class MissExplainer(SchedulerEvents):
             cause = "prompt_logprobs" if has_logprobs else "skip_reading_prefix_cache"
             return {"reason": Reason.NOT_ASKED, "cause": cause}
         if not self._facts.recalls:
-            return {"reason": Reason.NOT_ASKED, "cause": "kv_producer"}
+            cause = "access" if self._facts.only_writes else "kv_producer"
+            return {"reason": Reason.NOT_ASKED, "cause": cause}
         if state.namespace is not None:
             return None
         cause = "adapter" if request.lora_request is not None else _NO_NAMESPACE

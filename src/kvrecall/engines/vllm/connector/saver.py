@@ -96,6 +96,7 @@ class Saver:
         events: SchedulerEvents,
     ) -> None:
         self._pool = pool
+        self.writes = True  # False: it saves nothing
         self._origin = origin
         self._written = b""  # origin of what the present ``save`` orders
         self._facts = facts
@@ -116,7 +117,7 @@ class Saver:
         """Orders stores for the blocks of these requests that the pool lacks. After a refusal a
         request tries again after 1, 3, 7, then every 15 calls, and once more when it has ended.
         These blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
-        computed = [one for one in computed if one.state.namespace is not None]
+        computed = [one for one in computed if self.writes and one.state.namespace is not None]
         self._written = self._origin()  # of one generation, or the audit doubts a part of a step
         if self._has_chain:
             self._save_chains(computed)
@@ -169,7 +170,7 @@ class Saver:
         blocks wait for room, whose tries are counted in calls."""
         saving = state.saving
         waits = saving.blocks < tokens // self._facts.block_size and not saving.closed
-        if waits and self._has_chain and state.namespace is not None:
+        if waits and self.writes and self._has_chain and state.namespace is not None:
             return 0
         return min([size - tokens % size for size in self._sizes])
 

@@ -116,6 +116,8 @@ class RecallScheduler:
         self._events = Observers(heard)
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
+        if settings.access == "private":
+            self.namespaces.turn_private()
         size, nbytes, least_s = facts.block_size, facts.block_bytes, facts.least_token_seconds
         deadline_s = settings.pool.load_deadline_s
         self.costs = LoadCostModel(size, nbytes, deadline_s, least_s, clock)
@@ -124,6 +126,7 @@ class RecallScheduler:
         self._auditor = Auditor(pool, facts, every, self.counters, refuted, self._finder, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
+        self._saver.writes = settings.access != "read"
         self.offload: OffloadPlanner | None = None
         if make_planner is not None:
             self.offload = make_planner(self.state_of, self._auditor.trusted)
@@ -590,7 +593,8 @@ class RecallScheduler:
         if self._loading:
             return False
         self._events.changes()
-        self._pool.clear()
+        if self._saver.writes:
+            self._pool.clear()
         for state in self._states.values():
             self._part(state)  # its hashes stay, its blocks are of the old weights
         self.namespaces.turn_private()

@@ -220,6 +220,7 @@ class NamespaceRegistry:
 
     def renew(self) -> None:
         """The weights have changed: the namespace is determined anew."""
+        self._pool.retire([*self.live])
         self.live.clear()
         self._registered.clear()
         self._base = None

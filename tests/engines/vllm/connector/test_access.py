@@ -1,0 +1,72 @@
+"""Engines of each access beside one that writes, over one pool service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pool.service.service import MIB, Service
+
+from engines.vllm.engine import Engine, prompt_of
+from engines.vllm.exactness import BLOCK
+from kvrecall.engines.vllm.connector.connector import _settings_of
+from kvrecall.errors import ConfigError
+
+HIT = 3 * BLOCK
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_engines_beside_a_writer(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    with Service(tmp_path / "service", 256 * MIB) as service:
+        pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
+        pool |= {"load_deadline": 60, "load_or_compute": "load"}
+
+        def engine(access: str) -> Engine:
+            return start(model=str(model_folder("qwen3")), pool={**pool, "access": access})
+
+        def recalled(engine: Engine, seed: int) -> int:
+            engine.forget_device()
+            found = engine.ask(prompt_of(HIT + 30, seed))["from"]
+            assert engine.flush()
+            return int(found["host"] + found["disk"])
+
+        writer = engine("both")
+        assert recalled(writer, 1) == 0
+        for access, reads, is_read, repeats in (
+            ("read", HIT, 0, 0), ("write", 0, HIT, 0), ("private", 0, 0, HIT),
+        ):  # fmt: skip
+            other, own = engine(access), {"read": 2, "write": 3, "private": 4}[access]
+            assert recalled(other, 1) == reads, access
+            assert [recalled(other, own) for _ in range(2)] == [0, repeats], access
+            assert recalled(writer, own) == is_read, access
+            other.forget_all()
+            assert recalled(writer, 1) == HIT, access
+            other.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "access", "fits"),
+    [
+        ("kv_both", "read", True),
+        ("kv_consumer", "read", True),
+        ("kv_producer", "read", False),
+        ("kv_producer", "write", True),
+        ("kv_consumer", "write", False),
+        ("kv_consumer", "private", False),
+    ],
+)
+def test_what_an_instance_that_hands_over_cannot_be(role: str, access: str, fits: bool) -> None:
+    transfer = SimpleNamespace(kv_connector_extra_config={"access": access}, kv_role=role)
+    parallel = SimpleNamespace(data_parallel_rank_local=0)
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    if fits:
+        assert _settings_of(config).access == access
+        return
+    with pytest.raises(ConfigError, match=f"access is '{access}'.*{role} cannot hand prompts over"):
+        _settings_of(config)
