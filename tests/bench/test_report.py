@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
+from kvrecall.bench import cli
 from kvrecall.bench.model import Texts
 from kvrecall.bench.report import Report, percentiles
 
@@ -37,3 +40,18 @@ def test_documents_have_their_length_and_share_no_prefix() -> None:
     documents = [texts.document(1000) for _ in range(20)]
     assert {len(document.encode()) for document in documents} == {1000}
     assert len({document[:128] for document in documents}) == 20
+
+
+def test_a_benchmark_of_the_repository_runs_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.benchmark("replay")
+    assert "make setup, then .venv/bin/kvrecall bench replay" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("def measure_replay(): 'Mine.'\n")
+    (tmp_path / "mine-0.dist-info").mkdir()
+    (tmp_path / "mine-0.dist-info" / "entry_points.txt").write_text("[kvrecall.bench]\nreplay=mine")
+    (command,) = cli.benchmark("replay").registered_commands
+    assert command.callback is not None
+    assert command.callback.__doc__ == "Mine."

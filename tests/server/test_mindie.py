@@ -478,8 +478,7 @@ def test_a_memory_factor_beside_a_size(tmp_path: Path) -> None:
 
 SILENT: list[tuple[Spoil, Json | None, str]] = [
     # Fields that do less than they say, the pool's file, the note
-    (given(model, moe_ep=4, worldSize=4, dp=2), None,
-     "moe_ep 4: expert parallelism is on; vLLM spreads the experts over all tp x dp = 4 devices"),
+    (given(model, moe_ep=4), None, "moe_ep (the model has no experts)"),
     (given(model, moe_tp=4), None, "moe_tp (vLLM derives it"),
     (given(model, cpuMemSize=5), None, "cpuMemSize (there is no"),
     (given(model, cpuMemSize=5), {"host_size": "1GiB"}, "cpuMemSize (host_size is 1GiB"),
@@ -507,6 +506,18 @@ def test_what_does_less_than_it_says_is_told(
     (told,) = (each for each in plan.notes if note in each)
     assert told
     assert not any(note in each for each in plan_of(tmp_path).notes)
+
+
+def test_experts_are_spread_where_there_are_some(tmp_path: Path) -> None:
+    """vLLM does not start a dense model with expert parallelism."""
+    config = right()
+    model(config).update(moe_ep=4, worldSize=4, dp=2)
+    path = write(tmp_path, config)
+    assert plan_config(path).spec.options.get("enable-expert-parallel") is None
+    (tmp_path / "model" / "config.json").write_text('{"num_experts": 8}')
+    plan = plan_config(path)
+    assert plan.spec.options["enable-expert-parallel"] is True
+    assert any("spreads the experts over all tp x dp = 4 devices" in each for each in plan.notes)
 
 
 def test_relative_paths_of_an_installation(tmp_path: Path) -> None:

@@ -43,10 +43,6 @@ _OURS = {
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out",
     ),
-    "replay": (
-        "The middle of a recorded trace on engines whose pools hold what they would hold then.",
-        "for the pool: one request at a time; against it: a small model, which computes quickly",
-    ),
     "router": (
         "Agents' sessions before two engines: which of them a router chooses, and what it knows.",
         "for prefix maps: sessions that come back, over system prompts that they share; against "
@@ -63,6 +59,7 @@ _OURS = {
 COMMANDS: product.Commands = {
     **product.COMMANDS,
     "chat": ("kvrecall_lab.bench.serving", *product.COMMANDS["chat"][1:]),
+    "replay": ("kvrecall_lab.bench.replay", *product.COMMANDS["replay"][1:]),
     **{name: (f"kvrecall_lab.bench.{name}", *about) for name, about in _OURS.items()},
     "needle": ("kvrecall_lab.bench.needle.evaluate", *_OURS["needle"]),
 }

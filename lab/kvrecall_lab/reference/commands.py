@@ -16,6 +16,7 @@ import typer.main
 from kvrecall import cli
 from kvrecall.bench import cli as bench
 from kvrecall.config import Settings, default_socket
+from kvrecall_lab.bench import cli as lab
 from kvrecall_lab.reference.markdown import code, sentence, table
 
 _HEAD = """# Commands
@@ -60,8 +61,9 @@ def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         room = importlib.import_module(cli._ROOMS[words[1]][0])
         command = typer.main.get_command(room.app)
     elif len(words) == 3 and words[1] == "bench" and words[2] in bench.COMMANDS:
-        text = bench.COMMANDS[words[2]][1]
-        command = typer.main.get_command(bench.benchmark(words[2]))
+        own = {**bench.COMMANDS, "replay": lab.COMMANDS["replay"]}  # also where it is not installed
+        text = own[words[2]][1]
+        command = typer.main.get_command(bench.benchmark(words[2], own))
         command.help = command.help or text
     inner = getattr(command, "commands", None)
     if inner is None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bench import commands
 from lab_commands import figures_of
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,7 @@ def test_a_replay_hits_what_its_simulation_hits(tmp_path: Path) -> None:
     rows = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4, 6], [0, 1, 2, 7], [3, 4, 6, 8]]
     lines = ({"timestamp": 1000 * at, "hash_ids": ids} for at, ids in enumerate(rows))
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    variants = figures_of("replay", "--trace", str(trace), "--requests", "3")["variants"]
+    variants = commands.figures_of("replay", "--trace", str(trace), "--requests", "3")["variants"]
     assert [one["requests_that_differ"] for one in variants.values()] == [0] * 4
     assert variants["device"]["hits"]["device"] == 3
     assert sum(variants["device, host"]["hits"].values()) == 2 + 3 + 3

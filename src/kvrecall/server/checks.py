@@ -181,11 +181,9 @@ def _disk(disk: DiskConfig) -> Finding:
     try:
         doubt = check_room(folder, disk.capacity_bytes)
         system = os.statvfs(standing_part(folder))
-    except (TierError, OSError) as error:
+    except (KvrecallError, OSError) as error:
         cure = "use another disk_path, or another disk_size"
-        ends = (
-            error if isinstance(error, TierError) and not isinstance(error, MediumFails) else None
-        )
+        ends = None if isinstance(error, MediumFails | OSError) else error
         return Finding("pool", "disk", Health.BROKEN, str(error), cure, error=ends)
     free, held = system.f_bavail * system.f_frsize, own_bytes(folder)
     figures: dict[str, object] = {

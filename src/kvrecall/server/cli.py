@@ -48,12 +48,10 @@ _PARAMETERS = {
         "Another host name of this server, for requests without an API key; repeatable.",
     ),
     "management": _access(
-        str | None,
-        "HOST:PORT of the management routes and the dashboard. Default: the server's.",
+        str | None, "HOST:PORT of the management routes and the dashboard. Default: the server's."
     ),
     "metrics": _access(
-        str | None,
-        "HOST:PORT of /metrics, which needs no API key there. Default: the server's.",
+        str | None, "HOST:PORT of /metrics, which needs no API key there. Default: the server's."
     ),
     "stop_by_get": _access(
         bool,
@@ -82,9 +80,7 @@ _PARAMETERS = {
     "pool_socket": _pool(str | None, f"Socket of the pool service. Default: {default_socket()}."),
     "role": _option(Role, "Role in prefill-decode disaggregation; see kvrecall router."),
     "retrieval": _engine(
-        bool,
-        "Decode long sequences by retrieval attention; see VLLM_RETRIEVAL_*.",
-        "--retrieval",
+        bool, "Decode long sequences by retrieval attention; see VLLM_RETRIEVAL_*.", "--retrieval"
     ),
     "block_size": _engine(int | None, "Tokens in a block. Default: 128.", min=1),
     "max_model_len": _engine(str | None, "Maximum tokens of a sequence."),

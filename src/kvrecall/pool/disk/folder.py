@@ -9,7 +9,7 @@ import sqlite3
 import stat
 from pathlib import Path
 
-from kvrecall.errors import TierError
+from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.index import is_damage
 from kvrecall.pool.lockfile import LockHeld, lock_path, sign, signer
 from kvrecall.secret import WRITE, exposure
@@ -58,10 +58,11 @@ def refusal(path: Path, error: OSError | sqlite3.Error) -> TierError:
 
 
 def check_room(path: Path, capacity_bytes: int) -> str:
-    """Raises TierError if ``path`` cannot become a tier of that size. Returns what is doubtful: a
-    file system that has less room now, "" if there is enough. Changes nothing."""
+    """Raises TierError if ``path`` cannot become a tier, ConfigError for too small a size. Returns
+    what is doubtful: a file system that has less room now, "" if there is enough. Changes nothing.
+    """
     if capacity_bytes < LEAST_BYTES:
-        raise TierError(f"disk_size: {capacity_bytes} bytes is too small; the minimum is 8MiB")
+        raise ConfigError(f"disk_size: {capacity_bytes} bytes is too small; the minimum is 8MiB")
     try:
         standing = standing_part(path)
     except OSError as error:

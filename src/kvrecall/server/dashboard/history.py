@@ -131,9 +131,7 @@ class History:
     """The last ``KEPT`` samples, one every ``EVERY_S`` seconds."""
 
     def __init__(
-        self,
-        registry: CollectorRegistry = REGISTRY,
-        clock: Callable[[], float] = time.time,
+        self, registry: CollectorRegistry = REGISTRY, clock: Callable[[], float] = time.time
     ) -> None:
         self._registry = registry
         self._clock = clock

@@ -96,7 +96,7 @@ def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, 
     doubts, errors = checked(plan, here=False)
     found |= {"warnings": [*plan.warnings, *doubts], "notes": list(plan.notes)}
     if errors:
-        return found | {"problems": [str(error) for error in errors]}
+        return found | {"problems": [f"{file}: {error}" for error in errors]}
     spec = plan.spec
     scheme = "https" if spec.tls else "http"
     planes = {"business": f"{scheme}://{spec.host}:{spec.port}"}

@@ -220,7 +220,12 @@ class _Planner:
             tp = pp = dp = 1
             why = "no accelerators, so the model is not spread over"
             self._warnings.append(f"worldSize {model.worldSize}: {why} {devices}")
-        if spreads := (model.moe_ep or 0) > 1:
+        config = Path(self._over.model or self._weights, "config.json")
+        is_dense = config.is_file() and not re.search(rb"expert|moe", config.read_bytes())
+        spreads = (model.moe_ep or 0) > 1 and not is_dense
+        if (model.moe_ep or 0) > 1 and is_dense:
+            self._pass("the model has no experts", (*_MODEL, "moe_ep"))  # vLLM would not start
+        elif spreads:
             all_of = f"vLLM spreads the experts over all tp x dp = {tp * dp} devices"
             self._notes.append(f"moe_ep {model.moe_ep}: expert parallelism is on; {all_of}")
         batch = max(schedule.maxPrefillTokens, schedule.maxBatchSize)
