@@ -175,7 +175,7 @@ def test_a_wrong_endpoint_is_refused(
     endpoint: str, protocol: str, why: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-    words = [*command.split(), "--otlp-traces-endpoint", endpoint]
+    words = [*command.split(), "--port", str(free_port()), "--otlp-traces-endpoint", endpoint]
     done = subprocess.run(
         [sys.executable, "-m", "kvrecall", *words], capture_output=True, text=True, timeout=120
     )

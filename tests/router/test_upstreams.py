@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from server.live import until
 
+from kvrecall.router.connections import Connections
 from router.test_router import in_front_of, is_whole, router, saying, server
 
 EVENTS = b'data: {"choices": []}\n\ndata: {"choices": [], "usage": {"prompt_tokens": 1, %s}}\n\n'
@@ -238,3 +240,28 @@ def test_a_thousand_instances(tmp_path: Path) -> None:
             assert before.complete(prompt=TEXT).status_code == 200
             slowest = max(slowest, time.monotonic() - asked)
         assert slowest < 1.0
+
+
+def test_what_follows_a_reply_is_no_reply() -> None:
+    """It would be the next request's."""
+
+    async def main() -> None:
+        connections = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            while await reader.readline():
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(raw(b"one", "content-length: 3") + raw(b"two", "content-length: 3"))
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as served:
+            port = served.sockets[0].getsockname()[1]
+            ours = Connections(1.0)
+            for _ in range(3):
+                reply = await ours.send(b"GET", f"http://127.0.0.1:{port}", "/", [], b"")
+                assert [chunk async for chunk in reply.chunks()] == [b"one"]
+            assert connections == 3
+            ours.close()
+
+    asyncio.run(main())

@@ -40,6 +40,7 @@ class Reply:
         self._bytes = 0  # not taken
         self._head = 0  # bytes of the head
         self._ended = False
+        self._stays = False  # the connection, for the next request
         self._error: Exception | None = None
         self._waits: asyncio.Future[None] | None = None
 
@@ -51,22 +52,33 @@ class Reply:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(BrokenReplyError(str(error) or "it switches protocols"))
+            self._stays = False
+            if not self._ended:
+                self.fail(BrokenReplyError(str(error) or "it switches protocols"))
+        if self._ended:
+            self._connection.answered(self._stays)
+            self._wake()
         if not self.status and self._head > _LONGEST_HEAD:
             self.fail(BrokenReplyError(f"headers of more than {_LONGEST_HEAD} bytes"))
 
+    def on_message_begin(self) -> None:
+        self._stays = False  # a reply behind this one: nobody asked for it
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self.status:  # not of what follows
+            self.headers.append((name.lower(), value))
         if len(value) > _LONGEST_HEADER:
             raise ValueError(f"{name[:40]!r} of more than {_LONGEST_HEADER} bytes")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:
+        if status >= 200 and not self._ended:
             self.status = status
             self._wake()
 
     def on_body(self, data: bytes) -> None:
+        if self._ended:
+            return
         self._chunks.append(data)
         self._bytes += len(data)
         if self._bytes > _MOST_BUFFERED:
@@ -76,10 +88,8 @@ class Reply:
     def on_message_complete(self) -> None:
         if not self.status:  # 100 or 103, and another head follows
             self.headers.clear()
-            return
-        self._ended = True
-        self._connection.answered(self._parser.should_keep_alive())
-        self._wake()
+        elif not self._ended:
+            self._ended, self._stays = True, self._parser.should_keep_alive()
 
     def lost(self, error: Exception | None) -> None:
         """The connection has ended: so has a body without another end."""
