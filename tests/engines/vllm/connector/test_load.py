@@ -150,6 +150,12 @@ def test_the_wait_is_bounded_by_what_is_expected() -> None:
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
 
 
+def test_a_load_of_another_speed_counts_for_a_tenth() -> None:
+    it = costs(1000, 1.0)
+    it.saw_load(DISK, 64, 64 / 1500)
+    assert it.load_seconds(DISK) == pytest.approx(1 / 1050)
+
+
 def test_few_blocks_tell_a_latency_and_no_bandwidth() -> None:
     it = costs(None, ms_per_token=1)
     it.saw_load(DISK, 1, 0.5, whole=True)
