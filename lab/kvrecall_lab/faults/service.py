@@ -441,10 +441,10 @@ class Play:
         names, weights = zip(*events, strict=True)
         for _ in range(self.chance.choice((0, 8, 20))):
             self.machine.sleep(self.chance.choice((0.0, 0.05, 0.3, 1.0)))
-            self.chance.choices(names, weights)[0]()
-            self.world.outcome.faults += 1
             while self.service.system.was_cut:
                 self._cut()
+            self.chance.choices(names, weights)[0]()
+            self.world.outcome.faults += 1
         self.wire.no_files, self.world.peer.trouble = 0.0, ""
         self._join()
         while self.service.system.was_cut:
