@@ -59,7 +59,7 @@ class Service:
         self._play = play
         self.process = Process("service")
         latency_s = play.chance.choice((0.0, 0.01, 0.1))
-        cut_at = play.chance.choice((0, 0, play.chance.randrange(1, 200)))
+        cut_at = play.chance.choice((*[0] * 5, play.chance.randrange(1, 200)))
         self.system = System(play.machine, play.world.disk, Troubles(cut_at, latency_s=latency_s))
         self.store = SimulatedStore(play.machine, play.world.peer)
         self.server: Server
@@ -431,20 +431,20 @@ class Play:
             (self._stop_service, 1),
             (self._kill_service, 2),
             (self._restart_service, 1),
-            (self._break, 3),
+            (self._break, 5),
             (self._babble, 1),
             (self._call, 2),
             (self._cut, 0.7),
         ]
         if self.has_store:
-            events.append((self._store_fails, 4))
+            events.append((self._store_fails, 2))
         names, weights = zip(*events, strict=True)
         for _ in range(self.chance.choice((0, 8, 20))):
             self.machine.sleep(self.chance.choice((0.0, 0.05, 0.3, 1.0)))
-            self.chance.choices(names, weights)[0]()
-            self.world.outcome.faults += 1
             while self.service.system.was_cut:
                 self._cut()
+            self.chance.choices(names, weights)[0]()
+            self.world.outcome.faults += 1
         self.wire.no_files, self.world.peer.trouble = 0.0, ""
         self._join()
         while self.service.system.was_cut:

@@ -339,6 +339,20 @@ def test_what_does_not_shrink_is_stored_plain_and_read_in_place(tmp_path: Path) 
         assert stats.compressed_bytes == stats.given_bytes
 
 
+def test_without_memory_to_compress_in_blocks_are_stored_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    keys = chain(NAMESPACE, 12)
+    with Blocks(tier(tmp_path, "zstd")) as blocks:
+        monkeypatch.setattr(disk_codec.Packer, "pack", fail)
+        assert blocks.put(keys) == [Outcome.STORED] * 12
+        assert blocks.get(keys) == [Outcome.LOADED] * 12
+        assert blocks.tier.stats().errors
+
+
 def test_a_folder_may_be_opened_with_and_without(tmp_path: Path) -> None:
     keys = chain(NAMESPACE, 12)
     ways: list[Compression] = ["none", "zstd", "none", "lz4"]

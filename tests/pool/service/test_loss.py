@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 from kvrecall.block import BlockKey, TierName
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service import link
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.client import ServiceClient, _Life
 from kvrecall.pool.service.link import Link
 from kvrecall.processes.command import as_child
 from kvrecall.testing import chain, namespace, wait_until
@@ -101,6 +103,36 @@ def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Pat
         assert len(saved(client, 4)) == 4
         assert client.find(keys).blocks == 4
         client.close()
+
+
+def test_a_missing_service_is_looked_for_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[object] = []
+
+    def fail(*given: object) -> None:
+        tries.append(given)
+        raise link.LinkLost("no service")
+
+    monkeypatch.setattr(_Life, "open", fail)
+    with contextlib.closing(ServiceClient(tmp_path / "pool.sock")):
+        time.sleep(0.5)
+    assert 2 <= len(tries) <= 6
+
+
+def test_a_client_reads_bytes_of_blocks_that_it_holds(
+    service: Service, client: ServiceClient
+) -> None:
+    ticket = client.acquire(saved(client, 2), 5.0)
+    wait_until(lambda: len(client.poll(ticket).offsets) == 2)
+    offsets = client.poll(ticket).offsets
+    with contextlib.closing(Arena.attach(client.arena_handle())) as arena:
+        held = [bytes(arena.view(offset, 24)[8:]) for offset in offsets]
+    assert client.read(offsets, 8, 16) == held
+    assert any(held[0])
+    service.kill()
+    wait_until(lambda: not client.is_connected)
+    assert client.read(offsets, 8, 16) == []
 
 
 def test_killed_service_costs_misses_and_is_rejoined(

@@ -216,6 +216,8 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
     client = service.client()
     with pytest.raises(ConfigError, match="cannot hold one block"):
         client.register(namespace("huge"), 1 << 40)
+    with pytest.raises(KeyError, match="was not registered"):
+        client.reserve(chain(namespace("huge"), 1))
     client.close()
 
 
