@@ -466,7 +466,8 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
         assert f"port {port} on 127.0.0.1 is in use" in told
     told = refused("--engine", "127.0.0.1:1", "--port", str(port), "--host", "0.0.0.0")
     assert "--host is 0.0.0.0, which other hosts reach, and no API key is set" in told
-    assert "is given twice" in refused("--engine", "http://H:1", "--engine", "http://h:1/")
+    for first, second in (("http://H:1", "http://h:1/"), ("http://h", "h:80")):
+        assert "is given twice" in refused("--engine", first, "--engine", second)
     for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1"):
         assert "is not an address of an instance" in refused("--engine", f"http://{name}")
     told = refused("--engine", "http://me:secret@127.0.0.1:80")

@@ -126,6 +126,17 @@ def test_http_of_other_ages(tmp_path: Path) -> None:
             assert before.complete(prompt="x").status_code == 502
 
 
+def test_when_to_come_again_is_what_the_instance_said(tmp_path: Path) -> None:
+    """Once, in its words; the router's own second only where it said nothing."""
+    for told, expected in (("Retry-After: 120", "120"), ("x: y", "1")):
+        busy = raw(b"{}", told).replace(b"200 OK", b"503 Service Unavailable")
+        with in_front_of(tmp_path, [busy]) as before:
+            reply = before.complete(prompt="x")
+            assert reply.status_code == 503
+            assert reply.headers.get_list("retry-after") == [expected]
+            assert all(before.up().values())
+
+
 def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -> None:
     """It closes it as the next request leaves: the router asks again, at the same one."""
     reply = raw(REPLY, f"content-length: {len(REPLY)}")

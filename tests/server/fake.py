@@ -22,6 +22,7 @@ from kvrecall.engines.base import (
     Token,
     Update,
 )
+from kvrecall.engines.parting import PartingPlace, costliest
 from kvrecall.server.access import OWN_HEADER
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
@@ -155,6 +156,9 @@ class FakeInsight:
 
     def ended(self, since: float) -> list[RequestView]:
         return []
+
+    def partings(self) -> list[PartingPlace]:
+        return costliest((view.id, view.missed) for view in self.known if view.missed)
 
     def heat(self) -> None:
         return None

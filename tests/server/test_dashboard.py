@@ -19,6 +19,8 @@ from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from support.clocks import ManualClock
 
+from kvrecall.engines.base import Phase, RequestView
+from kvrecall.engines.parting import ADVICE
 from kvrecall.processes.ports import free_port
 from kvrecall.server.dashboard import history, routes
 from kvrecall.server.dashboard.routes import dashboard_router
@@ -148,8 +150,13 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> Iterator[str]:
-    """The address of a dashboard whose engine's pool service is away."""
+    """The address of a dashboard whose engine's pool service is away, and two of whose requests
+    left known prompts."""
     engine = FakeEngine()
+    for tokens in (700, 800):
+        miss = {"reason": "diverged", "from": 0, "tokens": tokens, "token": 25, "cause": "clock"}
+        view = RequestView(f"r-{tokens}", Phase.DONE, 1.0, 2.0, tokens, 1, 0.1, {}, miss)
+        engine.insight.known.append(view)
     engine.info = dataclasses.replace(INFO, pooled=True, pool_socket=tmp_path / "nothing.sock")
     app = FastAPI()
     app.include_router(dashboard_router(engine))
@@ -229,6 +236,9 @@ def test_what_costs_most_tokens_is_first(browser: Any, faulty: str) -> None:
             ["evicted", "900", "64 %", "900"], ["new", "500", "36 %", "500"]
         ]  # fmt: skip
         assert rows[0][4].strip() == "its block was evicted, dropped or cleared"
+        (place,) = tab.locator("#partings tbody tr").all()
+        told = place.locator("th, td").all_inner_texts()
+        assert told == ["25", "1,500", "2", "r-800", ADVICE["clock"]]
         assert tab.inner_text("#missed-note").startswith("1,400 tokens in the last ")
         missed.labels("1", "new").inc(1000)
         tab.wait_for_function("(e) => e.querySelector('tbody th').innerText === 'new'", arg=box)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvrecall.block import tenant_of
+from kvrecall.engines.parting import ADVICE
 from kvrecall.errors import ExitStatus
 from kvrecall.pool.service.admin import Drop, Query, ServiceAdmin
 from server.live import KVRECALL, LiveServer, serving, until
@@ -125,6 +126,23 @@ def test_headers_tell_nothing_of_another_tenant(live: LiveServer) -> None:
     assert first == second
     assert first[1] == f"reason=new;from=0;tokens={LENGTH}"
     assert replies[0].headers.keys() == replies[1].headers.keys()
+
+
+def test_a_clock_at_the_head_is_named(live: LiveServer) -> None:
+    """To the client with its text, to operators without; and what it costs."""
+    behind = fresh()
+    for minute in range(10, 13):
+        asked = f"This is the prompt of 09:{minute} o'clock. {behind}"
+        missed = recall(answer := post(live, OURS, prompt=asked)).get("missed", {})
+    assert (missed["reason"], missed["cause"], missed["token"]) == ("diverged", "clock", 26)
+    assert "09:12" in missed["text"]
+    (told,) = why(live, answer.json()["id"])
+    assert told["why"].endswith(ADVICE["clock"])
+    assert "09:12" not in told["why"]
+    partings = live.management.get("/dashboard/data.json").json()["partings"]
+    (clock,) = [one for one in partings if one["cause"] == "clock"]
+    assert (clock["requests"], clock["tokens"]) == (2, 2 * len(asked))
+    assert clock["example"] == told["id"]
 
 
 def test_the_management_plane_has_no_text_and_no_salt(live: LiveServer) -> None:

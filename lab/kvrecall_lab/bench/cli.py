@@ -48,6 +48,11 @@ _OURS = {
         "for prefix maps: sessions that come back, over system prompts that they share; against "
         "them: two engines on the same cores, so that a wrong choice makes no queue longer",
     ),
+    "proxies": (
+        "What a request of 100 KB spends in the router, beside other programs before engines.",
+        "for what copies bytes: an engine that answers at once; against all: the generator and the "
+        "engines are on the same cores",
+    ),
     "needle": (
         "Does the model still answer? Facts in long texts, dense and by retrieval.",
         "for retrieval: few facts in much filler; against it: questions whose answer one block "

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
+from kvrecall.engines.parting import ADVICE, PartingPlace
 from kvrecall.pool.hints import Hint
 
 REPORT = "kvrecall"
@@ -111,6 +112,8 @@ def miss_text(miss: Miss) -> str:
         told.append(time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)))
     if "text" in miss:
         told.append(f"text {miss['text']!r}")
+    if miss["reason"] == Reason.DIVERGED and (advice := ADVICE.get(str(miss.get("cause")))):
+        told.append(advice)
     return "; ".join(told)
 
 
@@ -393,6 +396,10 @@ class Insight(Protocol):
 
     def ended(self, since: float) -> Sequence[RequestView]:
         """The last requests that ended after ``since``, oldest first."""
+
+    def partings(self) -> Sequence[PartingPlace]:
+        """Where requests of the last hour, as far as they are remembered, left known prompts: the
+        ten places that cost most tokens, the costliest first."""
 
     def requests(self, request_id: str) -> Sequence[RequestView]:
         """The requests of that id, or prompts of one (``ID-0``), that run or ended lately."""

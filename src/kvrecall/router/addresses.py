@@ -142,7 +142,8 @@ def address(text: str, option: str) -> Address:
                 f"{option}: {url!r}: {name!r} is unknown or given twice; known are events=PORT "
                 "(of the engine's KV events) and pool=PORT (of its pool service's)"
             )
-    return Address(f"{parts.scheme}://{parts.netloc.lower()}", tuple(events), pool)
+    place = parts.netloc.lower().removesuffix(":443" if parts.scheme == "https" else ":80")
+    return Address(f"{parts.scheme}://{place}", tuple(events), pool)
 
 
 def _publisher(host: str, value: str, where: str) -> Publisher:

@@ -71,7 +71,8 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
 
     async def complete(request: Request) -> Response:
         """Sends a completion to a prefill instance, then to a decode instance."""
-        span = traces.begin(request.headers, request.url.path)
+        path = str(request.scope["path"])
+        span = traces.begin(request.headers, path)
         with contextlib.ExitStack() as held:
             if span is not None:
                 held.callback(span.end)
@@ -83,7 +84,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
                 unsent = held.enter_context(contextlib.ExitStack())
                 unsent.enter_context(holding(len(content)))
                 body, prompt = await aside(len(content), _read, content)
-                completion = Completion(request.url.path, body, headers, prompt, unsent, span=span)
+                completion = Completion(path, body, headers, prompt, unsent, span=span)
                 del content, body
                 reply = await while_connected(request, router.serve(completion, held))
             except ReplyError as error:

@@ -91,6 +91,7 @@ def dashboard_router(engine: ServingEngine) -> APIRouter:
             "live": live,
             "live_total": total,
             "ended": insight.ended(ended_since),
+            "partings": insight.partings(),
             "heat": None if heat is None else _heat(heat),
             "heat_note": _NO_HEAT,
         }

@@ -11,6 +11,7 @@ import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     RequestView,
 )
+from kvrecall.engines.parting import PartingPlace, costliest, with_cause
 from kvrecall.engines.vllm.attention.activity import HeatTotals
 from kvrecall.nicety import nicety
 
@@ -34,6 +36,7 @@ _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
 _EXPLAINED = 4096  # ended requests that can be asked for by their id
 _KEPT = 8192  # steps of an engine
+_HOUR_S = 3600.0
 WINDOW_S = 10.0
 """Time over which throughputs are averaged; vLLM's own log takes the same."""
 
@@ -189,6 +192,9 @@ class RequestLog:
         if stats is not None:  # from the arrival, as the wait for the first token
             began = min(began, stats.arrival_time)
         view = _view(request_id, phase, began, time.time(), prompt, report, stats)
+        if view.missed is not None and last is not None and last.prompt_token_ids is not None:
+            told = with_cause(view.missed, last.prompt_token_ids, self._decode)
+            view = replace(view, missed=told)
         self._ended.append(view)
         self._by_id[name or request_id] = view
         if len(self._by_id) > _EXPLAINED:
@@ -217,6 +223,14 @@ class RequestLog:
         states = list(self._engine.output_processor.request_states.values())
         found = [*map(self._live_view, states), *self._by_id.values()]
         return [view for view in found if _is_of(view.id, request_id)]
+
+    def partings(self) -> Sequence[PartingPlace]:
+        since = time.time() - _HOUR_S
+        ended = (view for view in self._by_id.values() if view.ended > since)
+        return costliest((view.id, view.missed) for view in ended if view.missed is not None)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._engine.renderer.tokenizer.decode(list(ids)))
 
     def heat(self) -> Heat | None:
         return self._reports.heat.heat()

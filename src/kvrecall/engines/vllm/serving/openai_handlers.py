@@ -35,6 +35,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     recalled,
 )
+from kvrecall.engines.parting import with_cause
 from kvrecall.engines.vllm.serving.sampling import BEST_OF, long_id
 from kvrecall.nicety import nicety
 from kvrecall.pool.hints import Hint, hint_of, shown
@@ -103,7 +104,7 @@ class Ledger:
         if self._decode is None or not isinstance(token, int) or ids is None:
             return miss
         part = tuple(ids[max(0, token - _AROUND) : token + _AROUND])
-        return {**miss, "text": self._decode(part)}
+        return {**with_cause(miss, ids, self._decode), "text": self._decode(part)}
 
 
 def _details(ledger: Ledger, usage: Any) -> None:

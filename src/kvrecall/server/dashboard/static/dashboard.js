@@ -138,6 +138,17 @@ function drawMissed(from) {
         reasons[reason] ?? ""))))));
 }
 
+// The places at which requests of the last hour left known prompts, the costliest first.
+function drawPartings() {
+  const { partings } = state.latest;
+  replace($("partings"), partings.length ? h("table", { class: "missed" },
+    h("caption", { class: "muted" }, "Costliest places of the last hour at which prompts leave known ones"),
+    h("thead", {}, h("tr", {}, ["at token", "computed behind, tokens", "requests", "the last one", ""].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, partings.map((each) => h("tr", {},
+      h("th", { scope: "row" }, count(each.token)), h("td", {}, count(each.tokens)), h("td", {}, count(each.requests)),
+      h("td", {}, h("code", {}, each.example)), h("td", { class: "meaning" }, each.advice || "kvrecall why says more of it"))))) : null);
+}
+
 function quantileLines(kind, marks) {
   return [
     { label: "p50", color: "var(--ink)", values: quantiles(0.5, kind, marks) },
@@ -368,6 +379,7 @@ function draw() {
   drawTiles(from);
   drawRecall(marks, from);
   drawMissed(from);
+  drawPartings();
   drawTtft(marks, from, range);
   drawTpot(marks, from, range);
   drawOutput(marks, range);
