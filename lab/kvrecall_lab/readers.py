@@ -1,7 +1,6 @@
 """What other routers make of our KV events: their rules, as their sources of 2026 have them.
 
-``python -m kvrecall_lab.readers`` plays a pool's events to each of them in several orders, and
-to Dynamo's own indexer if ``KVRECALL_ROUTERS`` names a Python that has ``ai-dynamo-runtime``.
+``python -m kvrecall_lab.readers`` plays a pool's events to each of them in several orders.
 """
 
 from __future__ import annotations

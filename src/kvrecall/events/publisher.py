@@ -166,7 +166,7 @@ def events_of(
         if about is None or not isinstance(change, Stored):
             contents.removed(name, change)
         elif (content := contents.stored(name, change)) is not None:
-            if isinstance(published, int) and content.parent is not None:
+            if isinstance(published, int) and isinstance(content.parent, bytes):
                 content = msgspec.structs.replace(content, parent=short_hash(content.parent))
         else:
             above = change.parent
