@@ -1,7 +1,6 @@
 """What other routers make of our KV events: their rules, as their sources of 2026 have them.
 
-``python -m kvrecall_lab.readers`` plays a pool's events to each of them in several orders, and
-to Dynamo's own indexer if ``KVRECALL_ROUTERS`` names a Python that has ``ai-dynamo-runtime``.
+``python -m kvrecall_lab.readers`` plays a pool's events to each of them in several orders.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from kvrecall.events.holdings import Holdings
 from kvrecall.events.publisher import PoolEvents, batches_of
 from kvrecall.events.subscriber import EventReader
 from kvrecall.events.wire import STORED, short_hash
+from kvrecall.pool.changes import Watcher
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.pool_contract import BLOCK_BYTES, SLOT_BYTES, Engine
 
@@ -190,6 +190,16 @@ class Node:
         self.pool = Pool.open(self._config)
         self.pool.register(self._space, BLOCK_BYTES)
         self._events = PoolEvents(self.pool, lambda: {self._space.digest: 0})
+        self.pool.sweep = self._sweep  # type: ignore[method-assign]
+
+    def _sweep(self, watcher: Watcher) -> Iterator[None]:
+        """As of a disk whose slots were used again: in any order."""
+        blocks = [*self.pool.admin.blocks()]
+        self._rng.shuffle(blocks)
+        for number, one in enumerate(blocks):
+            watcher.stored(one.tier, one.key, one.parent)
+            if number % 100 == 99:
+                yield
 
     def prompts(self) -> list[list[BlockKey]]:
         chains = [testing.chain(self._space, 30, f"{number}") for number in range(10)]

@@ -301,3 +301,17 @@ def test_events_are_published_where_the_server_listens(ports: Publisher) -> None
         assert published("127.0.0.1", {"endpoint": own}).endpoint == own
     with pytest.raises(ConfigError, match="::1 is not an IPv4 address; give the address"):
         published("::1", {})
+
+
+def test_an_engine_hears_what_it_publishes_and_keeps_localities_apart(publisher: Publish) -> None:
+    heard: list[bytes] = []
+    of_vllm.listen(heard.append)
+    try:
+        remote = stored([3], locality="REMOTE", ownership="store")
+        publish(publisher(whole=True), stored([1]), stored([2]), remote, removed(1))
+        wait_until(lambda: len(heard) == 3)
+    finally:
+        of_vllm.listen(len)
+    batches = [kv_events.msgspec.msgpack.decode(one)[1] for one in heard]
+    blocks = [[one["block_hashes"] for one in batch] for batch in batches]
+    assert blocks == [[[1], [2]], [[3]], [[1]]]

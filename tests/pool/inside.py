@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.changes import Cause
@@ -15,6 +15,11 @@ from kvrecall.pool.tier import Tier
 def blocks_of(pool: Pool) -> list[Block]:
     """The visible blocks of the host."""
     return list(pool._host.blocks.values())
+
+
+def retired(pool: Pool) -> Set[bytes]:
+    """The namespaces whose blocks go first."""
+    return pool._host.retired
 
 
 def below(pool: Pool) -> Tier:

@@ -15,7 +15,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.events.wire import DEVICE_MEDIUM, STORED, BlockHash, Event, Hash, short_hash
 from kvrecall.pool.changes import Cause, Change, Removed, Stored
 
-_MOST_BLOCKS = 1 << 20  # whose content is known: some 300 MB
+_MOST_BLOCKS = 1 << 20  # whose content is known: some 300 MB; and as many that wait for theirs
 _OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
 _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
 PLACE = ("medium", "locality", "ownership", "group_idx")
@@ -103,7 +103,8 @@ class Contents:
     def stored(self, name: Name, change: Stored) -> BlockContent | None:
         """What is known of a block that is published."""
         with self._lock:
-            if (known := self._known.get(name)) is None:
+            known = self._known.get(name)
+            if known is None and (name in self._bare or len(self._bare) < _MOST_BLOCKS):
                 self._bare.setdefault(name, {})[change.tier, change.key] = change
             return known
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvrecall.block import NAMESPACE_BYTES, Namespace, TierName, is_tail
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName, is_tail
 from kvrecall.config import split_address
 from kvrecall.errors import ConfigError
 from kvrecall.events.contents import BlockContent, Contents
@@ -94,6 +94,9 @@ class PoolEvents:
         self._abandoned: dict[bytes, int] = {}  # groups of namespaces that were live
         self._facts: dict[bytes, tuple[int, Mapping[str, Any]]] = {}
         self._log: ChangeLog | None = None
+        self._late: dict[tuple[TierName, BlockKey], Stored] = {}  # blocks that wait for a parent
+        self._children: dict[BlockKey, list[tuple[TierName, BlockKey]]] = {}  # those, by it
+        self._told: set[BlockKey] = set()
         self.contents = Contents()
 
     def take(
@@ -117,10 +120,45 @@ class PoolEvents:
             spaces = {space.digest: group_of(space)[1] for space, _ in self._pool.namespaces()}
             self._facts = {one: (number, spaces[one]) for one, number in live.items()}
         self._groups = dict(live)
-        changes = [*self.contents.completed(), *self._log.take()]
+        was_sweeping, changes = self._log.is_sweeping, self._log.take()
+        if was_sweeping or self._log.is_sweeping or Restart.RESTART in changes[:1]:
+            changes = self._parents_first(changes)
+        changes = [*self.contents.completed(), *changes]
         return events_of(
             changes, self._facts, self._abandoned, self._pool.store_name, hash_of, self.contents
         )
+
+    def _parents_first(self, changes: Iterable[Change]) -> list[Change]:
+        """While all that the pool holds is told, in no order, a block waits for its parent: some
+        readers drop blocks whose parents they do not know."""
+        ready: list[Change] = []
+        late, children, told = self._late, self._children, self._told
+        for change in changes:
+            if isinstance(change, Restart):
+                late.clear()
+                told.clear()
+            elif isinstance(change, Stored):
+                above, place = change.parent, (change.tier, change.key)
+                is_inner = above is not None and above.startswith(change.key[:NAMESPACE_BYTES])
+                if above is not None and is_inner and above not in told:
+                    late[place] = change
+                    children.setdefault(above, []).append(place)
+                    continue
+                following = [change]
+                while following:
+                    ready.append(one := following.pop())
+                    told.add(one.key)
+                    below = children.pop(one.key, ())
+                    following += [late.pop(place) for place in below if place in late]
+                continue
+            else:
+                late.pop((change.tier, change.key), None)
+            ready.append(change)
+        if self._log is None or not self._log.is_sweeping:
+            ready += late.values()
+            for known in (late, children, told):
+                known.clear()
+        return ready
 
     @property
     def is_complete(self) -> bool:
@@ -166,7 +204,7 @@ def events_of(
         if about is None or not isinstance(change, Stored):
             contents.removed(name, change)
         elif (content := contents.stored(name, change)) is not None:
-            if isinstance(published, int) and content.parent is not None:
+            if isinstance(published, int) and isinstance(content.parent, bytes):
                 content = msgspec.structs.replace(content, parent=short_hash(content.parent))
         else:
             above = change.parent

@@ -151,6 +151,11 @@ class ChangeLog:
         return taken
 
     @property
+    def is_sweeping(self) -> bool:
+        """Whether some of what was held at the beginning has yet to be taken."""
+        return self._sweep is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether all that was held at the beginning has been taken."""
         with self._lock:

@@ -16,6 +16,7 @@ from kvrecall.pool.service import sessions
 from kvrecall.pool.service.link import Peer
 from kvrecall.pool.service.sessions import Registered, Session
 from kvrecall.testing import chain, namespace
+from pool.inside import retired
 
 SPACE = namespace()
 KEYS = chain(SPACE, 4)
@@ -92,8 +93,8 @@ def test_what_another_client_has_is_not_retired(pool: Pool, session: Session) ->
     other = Session(pool, session.peer, session._registered, 2)
     assert registers(other, SPACE)
     session.answer(p.Retire((SPACE.digest,)))
-    assert not pool._host.retired
+    assert not retired(pool)
     other.answer(p.Retire((SPACE.digest,)))
-    assert pool._host.retired == {SPACE.digest}
+    assert retired(pool) == {SPACE.digest}
     assert registers(session, SPACE)
-    assert not pool._host.retired
+    assert not retired(pool)

@@ -467,6 +467,22 @@ def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
     assert Bench(pool).matched(bench.request("third", 40)) == 32
 
 
+def test_engines_that_only_read_or_share_nothing(pool: Pool) -> None:
+    """Beside one that writes, whose blocks stay when the reader forgets all."""
+    writer, reader, private = Bench(pool), Bench(pool, access="read"), Bench(pool, access="private")
+    writer.report(writer.step(writer.request("first", 40), 40))
+    assert (reader.matched(reader.request("a", 40)), private.matched(private.request("a", 40))) == (
+        32, 0,
+    )  # fmt: skip
+    assert not reader.step(reader.request("b", 40, first=100), 40).stores
+    private.report(private.step(private.request("b", 40, first=100), 40))
+    assert private.matched(private.request("c", 40, first=100)) == 32
+    assert writer.matched(writer.request("c", 40, first=100)) == 0
+    reader.end(reader.side.state_of("a").request, RequestStatus.FINISHED_ABORTED)  # type: ignore[union-attr]
+    assert reader.side.reset()
+    assert writer.matched(writer.request("d", 40)) == 32
+
+
 def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
     """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
     and the decode instance finds them though it was told first that they are not there."""
