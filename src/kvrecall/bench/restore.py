@@ -30,11 +30,8 @@ _LOADED = "kvrecall_loaded_bytes_total"
 def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
     """Time to first token on a prefix: computed, from device, host and disk.
 
-    One server, whose host memory holds what one and a half hits need, so three documents in turn
-    evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
-    own cache is emptied, a host hit of the same prefix; some turns also compute a new document.
-    Fails if a prefix comes from another tier than the measured one, or if other bytes move than
-    its KV groups need.
+    One server; three documents in turn evict each other from host memory to disk. Fails if a prefix
+    comes from another tier than the measured one, or if other bytes move than its KV groups need.
     """
     from kvrecall.bench.bandwidth import measure_bandwidth  # imports torch
 
