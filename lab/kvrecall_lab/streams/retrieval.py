@@ -33,7 +33,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention import backend, base, cuda
+from kvrecall.engines.vllm.attention import backend, base, cuda, room
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.attention.offloaded import Records
@@ -84,18 +84,21 @@ class EveryStep(int):
 
 
 @contextmanager
-def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> Iterator[None]:
+def retrieving(
+    machine: Machine, settings: RetrievalSettings, patience: int, pages: int
+) -> Iterator[None]:
     """Within ``engine.on``: layers of engines made in here decode by retrieval with these
-    settings. ``patience``: as of ``connector.offload``."""
+    settings. ``patience``: as of ``connector.offload``; ``pages``: for a block of the cache, in
+    which dense layers keep copies."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, OffloadableSpec.__mro__[1])
-    pages = Records.pages
+    pages_of = Records.pages
 
     def read(records: Records, offsets: Any, layer: str, nbytes: int) -> Any:
         begin = records.memory.ctypes.data + records.layers[layer]
         cells = {one for at in offsets.tolist() for one in machine.cells(begin + at, nbytes)}
         machine.host(cells, set(), "the host, of records,")
-        return pages(records, offsets, layer, nbytes)
+        return pages_of(records, offsets, layer, nbytes)
 
     with (
         patch.object(backend, "active_settings", lambda: settings),
@@ -104,6 +107,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         patch.object(cuda.TritonKernel, "warm", lambda *_: None),  # over a cache of no layer
         patch.object(runner, "decides_graphs", lambda _: False),
         patch.object(offload, "PATIENCE", patience),
+        patch.object(room, "_PAGES_A_BLOCK", pages),
         patch.object(base, "_SEEN_EVERY", EveryStep(16)),
         patch.object(Records, "pages", read),
         patch.dict(devices.FORMS, {META.type: lambda _: LateDevice(machine, meta=True)}),
@@ -240,20 +244,14 @@ class Kernels:
             for at, rows in one.digests.items()
             if rows == coded.data_ptr()
         )
-        places = query.told()[:, 0, 0].tolist()
 
         def told(of: Callable[[LateTensor], torch.Tensor]) -> Iterator[Any]:
             """A sequence's facts, blocks and slots."""
-            for row in of(facts).tolist():
-                ids, ours = of(blocks)[row[ROW]].tolist(), []
-                if RECALLS:
-                    left = of(names)[row[HELD], : row[LEFT]]
-                    ids[row[INIT] : row[INIT] + row[LEFT]] = (-1 - left).tolist()
-                    ours = of(slots)[row[HELD], : row[SLOTS]].tolist()
-                yield row, ids, ours
+            for row, ids in named_blocks(of, facts, blocks, names):
+                yield row, ids, of(slots)[row[HELD], : row[SLOTS]].tolist() if RECALLS else []
 
         known, *both = map(list, zip(*told(TOLD), strict=True))
-        tokens = [rank.tokens.get(int(places[row[TOKEN_OF]]), "") for row in known]
+        tokens = rank.named(query, known)
         choice = Choice(rank, layer, known, *both, tokens)
         self._choices[table.data_ptr()] = choice
         reads: Cells = set()
@@ -325,9 +323,12 @@ class Kernels:
 
         self._queue(work, reads, writes, "fetches")
 
-    def attend_rows(self, *args: Any, **sizes: Any) -> None:
-        _, _, keys, _, table, *_ = args
+    def attend_rows(self, *args: Any, WHOLE: bool, **sizes: Any) -> None:
+        query, facts, keys, _, table, *_ = args
         rank, layer = self._at(keys)
+        if WHOLE:
+            self._attend_to_all(rank, layer, query, (facts, table, args[10]), args[11])
+            return
         choice = self._choices[table.data_ptr()]
         reads: Cells = set()
         for row, ids, slots in zip(choice.facts, choice.blocks, choice.slots, strict=False):
@@ -355,6 +356,40 @@ class Kernels:
                             rank.wrong(f"sparse attention of {name} reads other KV than it chose")
 
         self._queue(work, reads, set(), "sparse attention")
+
+    def _attend_to_all(
+        self, rank: RetrievalRank, layer: int, query: LateTensor, tables: Any, pages: LateTensor
+    ) -> None:
+        known = list(named_blocks(TOLD, *tables))
+        tokens = rank.named(query, [row for row, _ in known])
+        there = [one for row, ids in known for one in ids[: row[BLOCKS]] if one >= 0]
+        at, token, head, _ = pages.stride()
+        size = len(pages), HEADS, BLOCK, 2 * DIM
+        copies = pages.plain.as_strided(size, (at, head, token, 1)).view(torch.uint8).numpy()
+
+        def work() -> None:
+            memory = rank.memory[layer].numpy().reshape(-1, HEADS, BLOCK, TOKEN // HEADS)
+            for (row, ids), name in zip(named_blocks(LATE, *tables), tokens, strict=True):
+                length = row[LENGTH] + (row[MIDDLE] - row[CHOSEN]) * BLOCK
+                for first, id in zip(range(0, length, BLOCK), ids[: row[BLOCKS]], strict=True):
+                    want = rank.told(name, layer)[:, first : min(first + BLOCK, length)]
+                    found = memory[id] if id >= 0 else copies[-1 - id]
+                    if not np.array_equal(found[:, : want.shape[1]], want):
+                        rank.wrong(f"a dense layer reads other KV of {name} than its tokens have")
+
+        self._queue(work, rank.cells(there, [layer]), set(), "attention to all blocks")
+
+
+def named_blocks(
+    of: Callable[[LateTensor], torch.Tensor], facts: LateTensor, blocks: LateTensor, names: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The facts of a step's sequences, and their blocks: those off the device by their names."""
+    for row in of(facts).tolist():
+        ids = of(blocks)[row[ROW]].tolist()
+        if row[LEFT]:
+            left = of(names)[row[HELD], : row[LEFT]]
+            ids[row[INIT] : row[INIT] + row[LEFT]] = (-1 - left).tolist()
+        yield row, ids
 
 
 def admit(
@@ -471,6 +506,11 @@ class RetrievalRank(Rank):
             found = self._known[name, layer] = digested(self, keys).numpy().view(np.uint8)
         return found
 
+    def named(self, query: LateTensor, facts: list[list[int]]) -> list[str]:
+        """The requests of a step's rows; padding has none."""
+        places = query.told()[:, 0, 0].tolist()
+        return [self.tokens.get(int(places[row[TOKEN_OF]]), "") for row in facts]
+
     def wrong(self, text: str) -> None:
         self.engine.wrong.append(text)
 
@@ -491,7 +531,8 @@ class RetrievalEngine(Engine):
         self.exact_blocks = settings.exact_blocks(BLOCK)
         self._retrieval = settings
         self._chance = chance
-        self.moved = {"departures": 0, "arrivals": 0, "graphs off the device": 0}
+        self.moved = {"departures": 0, "arrivals": 0}
+        self.moved |= {"graphs off the device": 0, "with dense layers": 0}
         super().__init__(vllm_config, *args, **kwargs)
         for rank in self.ranks:
             rank.engine, rank.chance = self, random.Random(chance.random())
@@ -572,8 +613,7 @@ class RetrievalEngine(Engine):
         if graph:
             left = any(0 in row.ids for row in rows)
             self.moved["graphs off the device"] += left
-            if left and len(rank.digests) < LAYERS:
-                rank.wrong("in a graph dense attention reads blocks that left")
+            self.moved["with dense layers"] += left and len(rank.digests) < LAYERS
             parts: list[Any] = []
             with patch.object(self.machine.computing, "launch", lambda *part: parts.append(part)):
                 for layer, record in enumerate(rank.graphs[size]):

@@ -31,7 +31,7 @@ from kvrecall.attention.kernels.device import DeviceResidency, LeftTables
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import RetrievalLayer
-from kvrecall.engines.vllm.attention.cuda import CopiedDense
+from kvrecall.engines.vllm.attention.copies import KeptLayer
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.compat.offloadable import OffloadManager
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
@@ -139,12 +139,9 @@ def _(*_: Any) -> None:
     return
 
 
-@rule("a block is copied again until it is full", CopiedDense, "copy", OFFLOAD)
-def _(copied: Any, layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
-    made = copied(layer, kv_cache, row, new_tokens)
-    if row.kept is not None:
-        row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
-    return made
+@rule("what leaves is copied for dense layers", KeptLayer, "leave", OFFLOAD)
+def _(leave: Any, layer: Any, sequence: Any, added: int, cache: Any, ids: Any) -> None:
+    leave(layer, sequence, added // 2, cache, None if ids is None else ids[-(added // 2) :])
 
 
 @contextmanager
@@ -318,7 +315,8 @@ def run(
         make: Callable[..., Engine] = Engine
         if offloads:
             retrieval = drawn_settings(chance)
-            stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
+            patience, pages = chance.choice((2, 8, 64)), chance.choice((1, 0, 4))
+            stack.enter_context(retrieving(machine, retrieval, patience, pages))
             make = functools.partial(RetrievalEngine, chance, retrieval)
         engine = make(
             config(model, overlapping, by_priority),

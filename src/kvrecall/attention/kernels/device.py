@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,7 +236,7 @@ class BlockNumbers:
 
     def __init__(self, device: torch.device, most: int) -> None:
         self.addresses = torch.zeros(most, dtype=torch.int64, device=device)
-        self._free = list(range(most - 1, -1, -1))
+        self._free = list(range(most))  # a heap
 
     @property
     def room(self) -> int:
@@ -243,12 +244,14 @@ class BlockNumbers:
         return len(self._free)
 
     def take(self, count: int) -> Ints:
-        """Numbers for so many blocks, at most ``room``, whose addresses the caller writes."""
-        return np.array([self._free.pop() for _ in range(count)], dtype=np.int64)
+        """The least numbers for so many blocks, at most ``room``, whose addresses the caller
+        writes."""
+        return np.array([heappop(self._free) for _ in range(count)], dtype=np.int64)
 
     def give(self, numbers: Ints) -> None:
         """The blocks have no sequence any more."""
-        self._free.extend(numbers.tolist())
+        for one in numbers.tolist():
+            heappush(self._free, one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +384,11 @@ def attend_by_triton(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     share: int = 0,
+    pages: torch.Tensor | None = None,
 ) -> None:
     """Attention of the step's tokens over the blocks of its table, zeros for padding: one launch.
+    With ``pages`` over all blocks: keys of those off the device by their numbers, each like one of
+    ``keys`` in memory, with its values as far from them.
 
     ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
@@ -396,15 +402,17 @@ def attend_by_triton(
     splits = min(-(-step.table.shape[1] // share), _MOST_SPLITS)
     parts, lse = step.partials(splits, dim)
     wide, heads = max(16, next_power(dim)), next_power(group)
+    away = keys if pages is None else pages
+    table = step.table if pages is None else step.blocks
     _launch(
         "attend_rows", (step.rows, splits),
-        query, step.facts, keys, values, step.table, parts, lse, lse if sinks is None else sinks,
-        output, step.arrived,
-        scale, softcap, step.kv_heads, step.table.shape[1], share, splits, *query.stride()[:2],
-        *keys.stride(), *values.stride(), *output.stride()[:2],
+        query, step.facts, keys, values, table, parts, lse, lse if sinks is None else sinks,
+        output, step.arrived, step.names, away,
+        scale, softcap, step.kv_heads, table.stride(0), share, splits, step.names.stride(0),
+        away.stride(0), *query.stride()[:2], *keys.stride(), *values.stride(), *output.stride()[:2],
         GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
-        SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None,
+        SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None, WHOLE=pages is not None,
         num_warps=warps_of(wide, keys.element_size()),
     )  # fmt: skip
 

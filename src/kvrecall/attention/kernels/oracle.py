@@ -6,33 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrecall.attention.digest import Digest, encode
+from kvrecall.attention.digest import Digest
 from kvrecall.attention.kernels.device import DeviceStep
-from kvrecall.attention.selection import best_of, best_products, choose, code_query, split_of
-from kvrecall.attention.settings import RetrievalSettings
-
-
-def attended(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    block_size: int,
-    settings: RetrievalSettings,
-    narrows: bool = True,
-) -> torch.Tensor:
-    """The tokens attended to: bool ``[kv_heads, tokens]``. ``query``: ``[heads, dim]`` of one
-    token; ``keys``: ``[tokens, kv_heads, dim]``; ``narrows``: as of ``settings.layout``."""
-    tokens, kv_heads, dim = keys.shape
-    split = split_of(tokens, block_size, settings)
-    mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)
-    mask[:, : split.init] = mask[:, split.local :] = True
-    if split.chosen:
-        layout = settings.layout(block_size, narrows)
-        middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
-        digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
-        grouped = query.view(kv_heads, -1, dim)
-        chosen = choose(layout, grouped, digests, split.chosen, dim**-0.5)
-        mask.scatter_(1, chosen + split.init, True)
-    return mask.repeat_interleave(block_size, dim=1)[:, :tokens]
+from kvrecall.attention.selection import best_of, best_products, code_query
 
 
 def attention(

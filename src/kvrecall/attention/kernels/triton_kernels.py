@@ -467,17 +467,19 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, facts, keys, values, table, parts, lse, sinks, output, arrived,
-    scale, softcap, kv_heads, most, share, splits, query_token, query_head,
+    query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages,
+    scale, softcap, kv_heads, most, share, splits, most_slots, page_block, query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim, output_token, output_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
     + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
-    row's last one then adds all of them up (``combine_row``). A row without tokens gets zeros.
+    row's last one then adds all of them up (``combine_row``). A row without tokens gets zeros. With
+    ``WHOLE`` the row attends to all blocks: ``table`` is the batch's, and those off the device are
+    in ``pages``.
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
@@ -486,6 +488,15 @@ def attend_rows(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     fact = facts + row // kv_heads * FACTS
     length = tl.load(fact + LENGTH)
+    blocks = table + row * most
+    if WHOLE:
+        length += (tl.load(fact + MIDDLE) - tl.load(fact + CHOSEN)) * SIZE
+        blocks = table + tl.load(fact + ROW).to(tl.int64) * most
+        init = tl.load(fact + INIT)
+        left = tl.load(fact + LEFT)
+        copies = names + tl.load(fact + HELD).to(tl.int64) * most_slots
+        further = (pages.to(tl.int64) - keys.to(tl.int64)) // 16  # as aligned as both are
+        further = further * (128 // keys.dtype.element_ty.primitive_bitwidth)
     share = tl.maximum(share, tl.cdiv(length, SIZE * SPLITS))
     first = tl.program_id(1) * share * SIZE
     head = row % kv_heads
@@ -508,10 +519,18 @@ def attend_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros([PADDED], tl.float32)
     summed = tl.zeros([PADDED, WIDE], tl.float32)
     for begin in range(first, end, TILE):
-        block = tl.load(table + row * most + begin // SIZE).to(tl.int64)
+        block = tl.load(blocks + begin // SIZE).to(tl.int64)
+        key_at = block * key_block
+        value_at = block * value_block
+        if WHOLE:
+            gone = begin // SIZE - init
+            off = (gone >= 0) & (gone < left)
+            copy = tl.load(copies + gone, mask=off, other=0).to(tl.int64) * page_block + further
+            key_at = tl.where(off, copy, key_at)
+            value_at = tl.where(off, copy, value_at)
         tokens = begin % SIZE + tile
         there = begin + tile < length
-        k_at = block * key_block + tokens[None, :] * key_token + head * key_head
+        k_at = key_at + tokens[None, :] * key_token + head * key_head
         k_there = there[None, :] & (dims < DIM)[:, None]
         k = tl.load(keys + k_at + dims[:, None] * key_dim, mask=k_there, other=0.0)
         logits = tl.dot(q, k, input_precision="ieee").to(tl.float32) * scale
@@ -521,7 +540,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
         higher = tl.maximum(top, tl.max(logits, 1))
         weights = tl.exp(logits - higher[:, None])
         kept = tl.exp(top - higher)
-        v_at = block * value_block + tokens[:, None] * value_token + head * value_head
+        v_at = value_at + tokens[:, None] * value_token + head * value_head
         v_there = there[:, None] & (dims < DIM)[None, :]
         v = tl.load(values + v_at + dims[None, :] * value_dim, mask=v_there, other=0.0)
         summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(

@@ -34,13 +34,15 @@ def uses() -> Any:
         ("bf16", 80, 8),
         ("bf16", 256, 4),
     ):
-        pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
+        pointers = dict.fromkeys(("query", "keys", "values", "pages", "output"), f"*{dtype}")
         wide = max(16, 1 << (dim - 1).bit_length())
         heads = 1 << (group - 1).bit_length()
         sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
         sizes |= {"CHUNK": 32 // heads, "CAPPED": dim == 64, "SINKS": dim == 128}
         fixed = {**sizes, "SPLITS": 64, "PADDED": 16, "TILE": 64, "key_dim": 1}
-        yield kernels.attend_rows, {**TYPES, **pointers}, {**fixed, "value_dim": 1}
+        for whole in (False, True):
+            of = {**fixed, "value_dim": 1, "WHOLE": whole}
+            yield kernels.attend_rows, {**TYPES, **pointers}, of
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
@@ -64,8 +66,9 @@ def main(capability: int) -> None:
     for kernel, types, fixed in uses():
         names = kernel.arg_names
         signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
+        strides = "key_", "value_", "page_block"
         aligned = [["tt.divisibility", 16]]  # as PyTorch's memory is, and a cache's strides
-        even = [n for n in names if signature[n][0] == "*" or n.startswith(("key_", "value_"))]
+        even = [n for n in names if signature[n][0] == "*" or n.startswith(strides)]
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attrs)
         options = {"num_warps": 8} if kernel is kernels.digest_blocks else {}

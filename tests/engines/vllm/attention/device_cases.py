@@ -16,7 +16,7 @@ import torch
 
 from engines.vllm.attention import test_kernel, test_residency
 from engines.vllm.attention.interpreted import InterpretedDevice
-from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
+from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, attended, shape_of
 from engines.vllm.attention.test_kernel import (  # noqa: F401
     test_a_draft_has_the_blocks_of_a_decoded_token,
     test_blocks_loaded_behind_the_engines_back_are_digested_anew,
@@ -31,7 +31,6 @@ from engines.vllm.attention.test_kernel import (  # noqa: F401
 from engines.vllm.attention.test_residency import (  # noqa: F401
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
-from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
@@ -43,8 +42,8 @@ from kvrecall.engines.vllm.attention.base import (
     checksums_of,
     sums_of,
 )
-from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
-from kvrecall.engines.vllm.attention.group import KeptCopies
+from kvrecall.engines.vllm.attention.copies import KeptLayer, copied
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall_lab.engines.counting import launches
@@ -178,44 +177,47 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
     assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
     assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    copied = CopiedDense("layer", Activity()).copy(bench.cache, row, 1)
-    assert torch.equal(copied, whole)
-    assert copied.stride()[1:] == bench.cache.stride()[1:]
+    found = copied("layer", Activity(), row, bench.cache)
+    assert torch.equal(found, whole)
+    assert found.stride()[1:] == bench.cache.stride()[1:]
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-def test_dense_layers_copy_a_full_block_once(tokens_first: bool) -> None:
-    """And the last one in each step; with the values that it has then, and so for one that comes
-    later and has the same pages, in another order."""
-    bench = DeviceBench(shape_of(), SETTINGS, 60, tokens_first)
-    bench.cache.normal_()
-    page, total = bench.cache[0].nbytes, 1300
-    memory = np.zeros(60 * (page + 512), dtype=np.uint8)
-    activity, copies = Activity(), KeptCopies(len(bench.cache))
-    layers = [CopiedDense(name, activity) for name in ("layer", "another")]
-    for key in ("one", "next"):
-        sequence = bench.sequence(total)
-        ids, gone = sequence.block_ids, split_of(total, BLOCK, SETTINGS).middle - 1
-        whole = bench.cache[ids].clone()
-        offloaded = wipe(bench, sequence, gone, memory, 256)
-        offloaded.records = Records(memory, {"layer": 256, "another": 256})
-        table, counted = ids.to(torch.int32), []
-        for tokens in (1270, 1279, 1280, 1281, 1282, 1290):
-            bench.cache[ids[-1]] += 1
-            whole[-1] += 1
-            count = -(-tokens // BLOCK)
-            kept = copies.of(key, count)
-            assert kept is not None
-            row = OffloadedRow(offloaded, slice(0, 1), table, tokens, False, None, kept)
-            before = activity.bytes_staged
-            for layer in layers:
-                found = layer.copy(bench.cache, row, 1)
-                assert torch.equal(found[kept.pages[:count]], whole[:count])
-                assert found.stride()[1:] == bench.cache.stride()[1:]
-            counted.append((activity.bytes_staged - before) // (2 * page))
-        assert counted == [10, 1, 1, 2, 1, 1]
-        copies.forget(key)
-        bench.layer.forget("one")
+def test_dense_layers_keep_what_leaves(tokens_first: bool) -> None:
+    """In parts: from the device, later from the arena. Their attention is that of a sequence on the
+    device, to the bit, beside one there. One for which there are too few pages is not kept."""
+    bench = DeviceBench(shape_of(), SETTINGS, 90, tokens_first)
+    sequence, other = bench.sequence(1300), bench.sequence(700)
+    one, two = sequence.block_ids.to(torch.int32), other.block_ids.to(torch.int32)
+    tables = torch.zeros(2, len(one), dtype=torch.int32)
+    tables[0], tables[1, : len(two)] = one, two
+    rows = [BatchRow(1, 1300, False), BatchRow(1, 700, False)]
+    query = torch.stack([sequence.query, other.query])
+    activity, output = Activity(), torch.empty_like(query)
+    kept = KeptLayer("layer", lambda blocks: 6, activity)
+
+    def attend(left: dict[int, OffloadedSequence]) -> torch.Tensor:
+        step = bench.planner.plan(rows, tables, left)
+        return kept.attend(query, bench.cache, step, bench.terms, output).clone()
+
+    expected = attend({})
+    memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
+    whole, ids = bench.cache.clone(), sequence.block_ids
+    offloaded = wipe(bench, sequence, 6, memory, 256)
+    split = split_of(1300, BLOCK, SETTINGS)
+    assert split.middle == 6
+    numbers, offsets = offloaded.numbers, offloaded.offsets
+    offloaded.numbers, offloaded.offsets = numbers[:2], offsets[:2]
+    kept.leave(offloaded, 2, whole, ids[split.init : split.init + 2].numpy())
+    offloaded.numbers, offloaded.offsets = numbers, offsets
+    kept.leave(offloaded, 4, bench.cache, None)
+    assert offloaded.is_kept
+    assert activity.bytes_staged == 6 * bench.cache[0].nbytes
+    assert torch.equal(attend({0: offloaded}), expected)
+    offloaded.numbers = np.append(numbers, 6)
+    kept.leave(offloaded, 1, bench.cache, None)
+    assert not offloaded.is_kept
+    assert activity.bytes_staged == 6 * bench.cache[0].nbytes
 
 
 def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:

@@ -35,14 +35,14 @@ from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall_lab.engines.counting import recorded
 
-SIZE, HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 2, 16, 2
+SIZE, HEADS, KV_HEADS, DIM, LAYERS, DENSE = 32, 4, 2, 16, 3, 1
 LONGEST, REQUESTS, BLOCKS = 320, 8, 100
 SIZES = (1, 2, 4, 8)
 """Of graphs, in requests."""
 
 SETTINGS = RetrievalSettings(
     init_tokens=32, local_tokens=24, topk_share=0.3, dense_boundary=128, offload_boundary=128,
-    digest_tokens=16, dense_layers=0, gate=False, least_blocks=1, cache_share=0.0,
+    digest_tokens=16, dense_layers=DENSE, gate=False, least_blocks=1, cache_share=0.0,
 )  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -202,7 +202,8 @@ class World:
         for order in orders.departures if orders else ():
             for impl, cache in zip(self.impls, self.caches, strict=True):
                 cache[list(order.block_ids)] = float("nan")
-                impl.sparse_layer.store.rows[:, list(order.block_ids)] = 77
+                if impl.sparse_layer is not None:
+                    impl.sparse_layer.store.rows[:, list(order.block_ids)] = 77
         self.table.zero_()
         ids = np.zeros((REQUESTS, self.table.shape[1]), dtype=np.int32)
         for row, one in zip(ids, requests, strict=False):
@@ -374,7 +375,8 @@ class Both:
                 found = self.ours.output[layer, at]
                 told = kv(one.seed, layer)[: one.tokens].split(DIM, -1)
                 plainly = attention(query[layer, at], *told)
-                if self.plain.has_work and one.tokens >= SETTINGS.dense_boundary:
+                has_digests = layer >= DENSE and one.tokens >= SETTINGS.dense_boundary
+                if self.plain.has_work and has_digests:
                     self._compare_digests(layer, one)
                 is_dense = one.tokens < SETTINGS.dense_boundary or one.tokens <= one.prompt
                 if self.plain.has_work and one.tokens > one.prompt:
@@ -382,7 +384,7 @@ class Both:
                     assert torch.equal(found, expected), (at, one.tokens)
                 if not replayed:
                     continue
-                if is_dense:
+                if is_dense or layer < DENSE:
                     torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-5)
                 else:
                     assert not torch.allclose(found, plainly, rtol=1e-3), "a selection"
@@ -413,12 +415,11 @@ def test_no_graph_is_replayed_where_blocks_off_the_device_take_the_host() -> Non
     both.step()
     assert world.replayed == 1
     (sequence,) = world.group._sequences.values()
-    for name in ("is_readable", "decodes"):
+    for name in ("is_readable", "decodes", "is_kept"):
         setattr(sequence, name, False)
         assert builder.hinders_graph(1)
         setattr(sequence, name, True)
-    world.group.layer_names.append("a dense layer")
-    assert builder.hinders_graph(1)
+    sequence.is_kept = False
     builder.hinders_graph = lambda _: False
     with pytest.raises(EngineError, match="off the device"):
         both.step()
@@ -457,7 +458,7 @@ def test_replayed_steps_are_those_without_graphs_to_the_bit() -> None:
     told, expected = (world.builder._activity.totals() for world in (ours, plain))
     for name in ("blocks_selected", "blocks_considered", "layers_sparse", "blocks_digested"):
         assert told[name] == expected[name], name
-    layers = [impl.sparse_layer for impl in ours.impls]
+    layers = [impl.sparse_layer for impl in ours.impls[DENSE:]]
     assert len({layer.digested for layer in layers}) == 1
     assert layers[0].digested == told["blocks_digested"]
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrecall.attention.kernels.device import DeviceStep, SequenceFacts, attend_by_triton
+from kvrecall.attention.kernels.device import (
+    DeviceStep,
+    LeftTables,
+    SequenceFacts,
+    attend_by_triton,
+)
 from kvrecall.attention.kernels.oracle import attend_plainly
 
 KV_HEADS = 2
@@ -121,6 +126,44 @@ def test_the_attention_of_padding_is_zeros() -> None:
     for at, one in enumerate(made.facts):
         assert torch.equal(output[one.token], whole[one.token] * (at != 1))
     assert bool((output[made.mine[:, 0, 0] == 0] == 3).all()), "tokens of no sequence"
+
+
+@pytest.mark.parametrize(("size", "share"), [(16, 0), (16, 1), (32, 3)])
+def test_all_blocks_of_a_row_wherever_they_are(size: int, share: int) -> None:
+    """To the bit as on the device. What a step selects and where others' copies are plays no
+    part; a row may have nothing off the device, and padding none at all."""
+    torch.manual_seed(size + share)
+    lengths, dim, group = [900, 130, 500, 40], 32, 2
+    width = -(-max(lengths) // size)
+    both = torch.randn(4 * width, size, KV_HEADS, 2 * dim)
+    pages = torch.full((100, size, KV_HEADS, 2 * dim), float("nan"))
+    keys, values = both.split(dim, -1)
+    query = torch.randn(len(lengths), KV_HEADS * group, dim)
+    tables = torch.randperm(4 * width).view(4, width).to(torch.int32)
+    told = [SequenceFacts(at, 0, 0, 0, -(-n // size), n) for at, n in enumerate(lengths)]
+    step = step_of(told, tables[:, None].expand(-1, KV_HEADS, -1), group)
+    expected, output = torch.zeros_like(query), torch.full_like(query, 3.0)
+    attend_by_triton(query, keys, values, step, expected, 0.2, share=share)
+    left, facts = LeftTables(torch.device("cpu"), 4, width), []
+    free = torch.randperm(100)
+    for one, init, gone, held in zip(told, (2, 0, 1, 1), (10, 2, 0, 1), (3, 0, 0, 1), strict=True):
+        middle, chosen = max(gone, 1), 1
+        numbers, free = free[:gone], free[gone:]
+        ids = tables[one.token, init : init + gone].long()
+        pages[numbers] = both[ids]
+        both[ids] = float("nan")
+        left.write(held, 0, numbers.to(torch.int32), torch.empty(0, dtype=torch.int32))
+        length = one.length - (middle - chosen) * size
+        facts.append(
+            one._replace(
+                init=init, middle=middle, chosen=chosen, length=length, left=gone, held=held
+            )
+        )
+    facts[3] = SequenceFacts(3, 0, 0, 0, 0, 0)
+    on = DeviceStep.of(facts, tables, KV_HEADS, group, left=left)
+    attend_by_triton(query, keys, values, on, output, 0.2, share=share, pages=pages[..., :dim])
+    assert torch.equal(output[:3], expected[:3])
+    assert not output[3].any()
 
 
 @pytest.mark.parametrize("group", [4, 40])

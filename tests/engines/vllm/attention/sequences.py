@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kvrecall.attention.digest import encode
+from kvrecall.attention.selection import choose, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters, KernelShape
@@ -136,3 +138,26 @@ class Bench:
         assert len(step.sequences) == len(queries), "not all of them were attended to sparsely"
         self.layer.digest(self.cache, step.stale)
         return self.layer.attend(queries, self.cache, step, self.terms)
+
+
+def attended(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    block_size: int,
+    settings: RetrievalSettings,
+    narrows: bool = True,
+) -> torch.Tensor:
+    """The tokens attended to: bool ``[kv_heads, tokens]``. ``query``: ``[heads, dim]`` of one
+    token; ``keys``: ``[tokens, kv_heads, dim]``; ``narrows``: as of ``settings.layout``."""
+    tokens, kv_heads, dim = keys.shape
+    split = split_of(tokens, block_size, settings)
+    mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)
+    mask[:, : split.init] = mask[:, split.local :] = True
+    if split.chosen:
+        layout = settings.layout(block_size, narrows)
+        middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
+        digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
+        grouped = query.view(kv_heads, -1, dim)
+        chosen = choose(layout, grouped, digests, split.chosen, dim**-0.5)
+        mask.scatter_(1, chosen + split.init, True)
+    return mask.repeat_interleave(block_size, dim=1)[:, :tokens]

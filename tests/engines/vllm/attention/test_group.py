@@ -1,49 +1,70 @@
-"""The pages in which dense layers keep copies of offloaded sequences, and room for more of these.
-See also device_cases.py."""
+"""The pages in which dense layers keep copies of what left the device, and room for more of it. See
+also device_cases.py."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engines.vllm.attention.sequences import shape_of
+from kvrecall.attention.kernels.device import BlockNumbers
 from kvrecall.attention.selection import Split
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import SparseSequence
+from kvrecall.engines.vllm.attention.copies import KeptLayer
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
-from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.wire import Departure, OffloadOrders
 
 
-def test_sequences_have_pages_of_their_own_as_long_as_there_are_enough() -> None:
-    copies = KeptCopies(8)
-    one = copies.of("one", 3)
-    assert one is not None
-    first = one.pages.tolist()
-    one.copied["layer"] = 3
-    other = copies.of("other", 4)
-    assert other is not None
-    assert copies.of("one", 4) is one, "it has grown"
-    assert one.pages[:3].tolist() == first
-    assert sorted([*one.pages, *other.pages]) == list(range(8))
-    assert copies.of("third", 1) is None
-    assert copies.of("one", 5) is None, "it gave up its pages"
-    third = copies.of("third", 4)
-    assert third is not None
-    assert sorted([*third.pages, *other.pages]) == list(range(8))
-    copies.forget("other")
-    copies.forget("unknown")
-    again = copies.of("one", 4)
-    assert again is not None
-    assert not again.copied, "what it had is not there"
-    assert sorted([*third.pages, *again.pages]) == list(range(8))
+def test_numbers_that_were_given_back_are_taken_first() -> None:
+    """Dense layers have pages for the first ones."""
+    numbers = BlockNumbers(torch.device("cpu"), 8)
+    one, other = numbers.take(3), numbers.take(4)
+    numbers.give(one)
+    assert numbers.take(2).tolist() == [0, 1]
+    numbers.give(other)
+    assert numbers.take(3).tolist() == [2, 3, 4]
+    assert numbers.room == 3
 
 
-def test_nothing_is_kept_without_pages() -> None:
-    assert KeptCopies(0).of("one", 1) is None
+@pytest.mark.parametrize("pages", [3, 2])
+def test_steps_take_the_host_where_dense_layers_lack_copies(
+    pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.kvrecall")
+    kernel = TritonKernel(shape_of(), torch.device("cpu"))
+    kernel.hold(9)
+    group = RetrievalGroup(Activity(), HeatTotals(), kernel)
+    kept = KeptLayer("layer", lambda blocks: pages, Activity())
+    group.add("layer", None, kept)
+    cache = torch.arange(9.0).view(9, 1, 1, 1).expand(-1, 1, 1, 2).contiguous()
+    group.register({"layer": cache})
+    records = Records(np.zeros(99, dtype=np.uint8), {"layer": 0})
+    order = Departure("one", 1, (4, 6, 2), (0, 8, 16), (9,))
+    kernel.number(one := OffloadedSequence("", 1, np.arange(3), torch.empty(0).int(), records))
+    kernel.give_up(one)
+    patched = RetrievalGroup._keep
+
+    def keep(sequence: OffloadedSequence, *args: Any) -> None:
+        kernel.number(sequence)  # as sparse layers do
+        patched(group, sequence, *args)
+
+    group._keep = keep  # type: ignore[method-assign]
+    assert not group.take(OffloadOrders([order], {7: "one"}, [], []), records)
+    (sequence,) = group._sequences.values()
+    sequence.decodes = True
+    assert group.needs_host == (pages == 2)
+    assert ("--max-num-seqs" in caplog.text) == (pages == 2)
+    if pages == 3:
+        assert kept.open(cache)[:, 0, 0, 0].tolist() == [4, 6, 2]
+    sequence.decodes = False
+    assert group.needs_host
 
 
 @pytest.mark.parametrize("most", [Most(share=0.5, left=5), Most(rows=1)], ids=["blocks", "places"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
-from kvrecall.attention.kernels.oracle import attended, attention
+from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, attended, shape_of
+from kvrecall.attention.kernels.oracle import attention
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrecall.attention.kernels.oracle import attended, attention
+from engines.vllm.attention.sequences import attended
+from kvrecall.attention.kernels.oracle import attention
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape

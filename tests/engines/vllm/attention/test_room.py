@@ -17,9 +17,9 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import room
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import KernelShape
-from kvrecall.engines.vllm.attention.cuda import CopiedDense
+from kvrecall.engines.vllm.attention.copies import KeptLayer, copied
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import KeptCopy, OffloadedRow
+from kvrecall.engines.vllm.attention.step import OffloadedRow
 from kvrecall.engines.vllm.compat import runner
 from kvrecall_lab.engines.counting import MetaDevice, SparseSteps, counting
 
@@ -107,13 +107,15 @@ def test_a_life_takes_no_more_than_was_left(
     row = OffloadedRow(sequence(), slice(0, 1), torch.zeros(1 << 10).int(), longest, False)
     with counting(), Peak() as peak:
         steps = SparseSteps(SHAPE, SETTINGS, sparse, blocks, limits)
-        dense = [CopiedDense(str(at), Activity()) for at in range(SETTINGS.dense_layers)]
+        dense = [
+            KeptLayer(str(at), limits.pages_of, Activity()) for at in range(SETTINGS.dense_layers)
+        ]
         for lengths in ([40_000], [longest] * (MOST // 2), [longest] * MOST):
             middle = sum(-(-tokens // 128) - 65 for tokens in lengths)
             steps.run(*lengths, offloaded=is_left and middle <= most)
         for one in dense if is_left else ():
-            one.copy(steps.cache, replace_kept(row, KeptCopy(np.arange(1 << 10))), 1)
-            one.copy(steps.cache, row, 1)
+            one.open(steps.cache)
+            copied("0", Activity(), row, steps.cache)
     left = 8 * GIB - blocks * kv
     assert 0.95 * left < peak.nbytes - steps.cache.nbytes <= left
     worker.cache_config.kv_cache_memory_bytes = 5 * GIB
@@ -123,7 +125,3 @@ def test_a_life_takes_no_more_than_was_left(
 def sequence() -> OffloadedSequence:
     records = Records(np.zeros(0, dtype=np.uint8), {str(at): 0 for at in range(LAYERS)})
     return OffloadedSequence("one", 0, np.empty(0, np.int64), torch.empty(0).int(), records)
-
-
-def replace_kept(row: OffloadedRow, kept: KeptCopy) -> OffloadedRow:
-    return OffloadedRow(row.sequence, row.places, row.table, row.tokens, False, None, kept)

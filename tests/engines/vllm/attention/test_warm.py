@@ -15,8 +15,9 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
-from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
-from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
+from kvrecall.engines.vllm.attention.copies import KeptLayer, copied
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import Records, checksums_of_layer, digests_of_layer
 from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow, StepPlanner
@@ -71,6 +72,7 @@ class Life:
         self.layers = [kernel.layer(name, settings, activity) for name in LAYERS]
         for layer in self.layers:
             self.group.add(layer.name, layer)
+        self.kept = KeptLayer(LAYERS[0], kernel.most.pages_of, activity)
         self.group.register(dict.fromkeys(LAYERS, cache))
         self.planner = StepPlanner(settings, kernel, self.group.freshness, activity)
 
@@ -78,7 +80,7 @@ class Life:
         self, lengths: list[int], terms: AttentionParameters, away: bool, graph: bool = False
     ) -> None:
         """The last sequence is off the device, if any is. ``graph``: it is captured."""
-        size, heads = self.shape.block_size, self.shape.heads
+        heads = self.shape.heads
         table = torch.arange(1, 1 + len(self.cache) // 2, dtype=torch.int32)
         tables = table.repeat(len(lengths), 1)
         found = self.group.sequence(1) if away else None
@@ -90,11 +92,11 @@ class Life:
         for layer in self.layers:
             layer.digest_step(self.cache, step)
             layer.attend(query, self.cache, step, terms)
+        self.kept.attend(query, self.cache, step, terms, torch.empty_like(query))
         if found is not None:
-            copies = KeptCopies(len(self.cache))
-            for kept in (None, copies.of("one", -(-lengths[-1] // size))):
-                row = OffloadedRow(found, slice(0, 1), tables[0], lengths[-1], False, None, kept)
-                CopiedDense(LAYERS[0], Activity()).copy(self.cache, row, 1)
+            self.kept.leave(found, found.count, self.cache, None)
+            row = OffloadedRow(found, slice(0, 1), tables[0], lengths[-1], False)
+            copied(LAYERS[0], Activity(), row, self.cache)
 
     def leave(self, tokens: int, gone: int, arrives: bool) -> None:
         """Blocks leave the device, or begin off it, with digests that are damaged."""

@@ -27,6 +27,7 @@ from kvrecall.engines.vllm.attention.base import (
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.copies import KeptLayer
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
@@ -34,7 +35,6 @@ from kvrecall.engines.vllm.attention.step import (
     BatchRow,
     Beside,
     DenseOffload,
-    KeptCopy,
     OffloadedRow,
     StepPlanner,
     StepWork,
@@ -61,6 +61,7 @@ class RetrievalAttention:
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
     sliding_window: Any
+    kept_layer: KeptLayer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,8 +103,11 @@ class RetrievalAttention:
     ) -> torch.Tensor:
         """As vLLM has it; tensors ``[tokens, heads, dim]``."""
         work: StepWork | None = getattr(attn_metadata, "retrieval", None)
-        sparse, step = self.sparse_layer, self._digest(kv_cache, work)
-        decodes = step is not None and step.attends
+        sparse: RetrievalLayer | KeptLayer | None = self.sparse_layer
+        step = self._digest(kv_cache, work)
+        if sparse is None and work is not None and work.is_kept:
+            sparse, step = self.kept_layer, work.step
+        decodes = sparse is not None and step is not None and step.attends
         if work is None or not (decodes or work.offloaded):
             return self._dense(
                 layer, query, key, value, kv_cache, attn_metadata, output,
@@ -185,6 +189,10 @@ class RetrievalBuilder(ABC):
     def make_dense(self, name: str) -> DenseOffload | None:
         """That layer's; None: no sequence leaves the device."""
 
+    def make_kept(self, name: str) -> KeptLayer | None:
+        """Of a dense layer; None: it keeps no copies of what leaves the device."""
+        return None
+
     def bind(self, settings: RetrievalSettings) -> None:
         """Makes the group's layers by these settings: without digests, and with no sequence
         offloaded. Not while a connector holds the group that was bound before."""
@@ -203,7 +211,8 @@ class RetrievalBuilder(ABC):
             number, sparse = config.layer_index(name), None
             if number >= settings.dense_layers:
                 sparse = kernel.layer(name, settings, activity, partial(heat.note, number))
-            group.add(name, sparse)
+            impl.kept_layer = None if sparse else self.make_kept(name)
+            group.add(name, sparse, impl.kept_layer)
             impl.group, impl.sparse_layer = group, sparse
             impl.dense_offload = self.make_dense(name)
         self._settle_gate(kernel.overhead_bytes)
@@ -360,17 +369,17 @@ class RetrievalBuilder(ABC):
             return StepWork(step)
         starts = common.query_start_loc_cpu
         beside_sparse = self._without({*sparse, *offloaded}, common, rows)
-        if not offloaded:
-            return StepWork(step, beside_sparse)
+        is_kept = self._group.keeps(offloaded[at] for at in offloaded if rows[at].decodes)
         offloaded_rows = []
         for at, sequence in offloaded.items():
             row, here = rows[at], slice(int(starts[at]), int(starts[at + 1]))
-            alone = self.alone(common, rows, at, sequence.key)
-            offloaded_rows.append(
-                OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, *alone)
-            )
-        beside_offloaded = self._without(offloaded, common, rows)
-        return StepWork(step, beside_sparse, tuple(offloaded_rows), beside_offloaded)
+            if not (is_kept and row.decodes):
+                alone = self.alone(common, rows, at)
+                offloaded_rows.append(
+                    OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone)
+                )
+        beside_offloaded = None if is_kept else self._without(offloaded, common, rows)
+        return StepWork(step, beside_sparse, tuple(offloaded_rows), beside_offloaded, is_kept)
 
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
@@ -412,11 +421,9 @@ class RetrievalBuilder(ABC):
         )
         return tokens, super().build(0, part)  # type: ignore[misc]
 
-    def alone(
-        self, common: Any, rows: Sequence[BatchRow], at: int, key: str
-    ) -> tuple[Any, KeptCopy | None]:
-        """``metadata`` and ``kept`` of the offloaded sequence ``key``: of ``OffloadedRow``."""
-        return None, None
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+        """The ``metadata`` of an ``OffloadedRow``."""
+        return None
 
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
         """Logs once that a sequence past the offload boundary stays on the device."""

@@ -58,16 +58,11 @@ from kvrecall.engines.vllm.attention.base import (
     SparseSequence,
     SparseStep,
 )
+from kvrecall.engines.vllm.attention.copies import KeptLayer, copied
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.room import GRAPH_ROWS, Most, cache_bytes, most_of
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    DenseOffload,
-    KeptCopy,
-    OffloadedRow,
-    StepWork,
-)
+from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, StepWork
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import most_of_ranks, padded_requests, replays_graphs
 from kvrecall.engines.vllm.device import device_of
@@ -294,6 +289,8 @@ class TritonKernel(AttentionKernel):
 
         def attend(of: AttentionParameters) -> None:
             self.attend(query, cache, step, output, of)
+            if recalls:
+                KeptLayer("", int, Activity()).attend(query, cache, step, of, output)
 
         def recall() -> None:
             """Of a sequence whose blocks are all there, so that nothing is read."""
@@ -378,11 +375,6 @@ class TritonKernel(AttentionKernel):
         device_of(self.device).send(told, buffers.facts[:count])
         plan = DeviceStep(buffers, count, table, left)
         return SparseStep(late, tuple(sequences), plan, filled, bool(graph_rows))
-
-    def captured(self, requests: int, table: torch.Tensor) -> SparseStep:
-        """The step of a graph that is captured, of padding alone. ``table``: as of ``schedule``; it
-        lies where it will in each step for which the graph is replayed."""
-        return self.schedule(torch.empty(0, dtype=torch.int64), (), None, table, requests)
 
     def _buffers_for(self, sequences: int, blocks: int) -> StepBuffers:
         """Made once, for the greatest step: captured graphs have their addresses."""
@@ -500,62 +492,6 @@ def _facts_of(sequence: SparseSequence, unmade: Collection[int]) -> SequenceFact
     )
 
 
-class CopiedDense:
-    """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
-
-    It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
-    blocks of this layer, those in the arena and those on the device, are copied into one. A dense
-    layer has as many pages for them as its KV cache has blocks, allocated when they are first
-    needed: a block that is full is copied once. Where a sequence has no pages all of its blocks are
-    copied in each step, side by side, for the time of the call.
-    """
-
-    def __init__(self, name: str, activity: Activity) -> None:
-        self._name = name
-        self._activity = activity
-        self._pages: torch.Tensor | None = None
-
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        parameters: AttentionParameters,
-        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
-    ) -> torch.Tensor:
-        return plainly(self.copy(kv_cache, row, len(query)), row.metadata)
-
-    def copy(self, kv_cache: torch.Tensor, row: OffloadedRow, new_tokens: int) -> torch.Tensor:
-        """A cache, of the same strides in a block, with the sequence's blocks: in its pages, or in
-        their order. ``new_tokens``: its last, which this step computes, and might yet again."""
-        count, kept, sequence = -(-row.tokens // kv_cache.shape[2]), row.kept, row.sequence
-        if kept is None:
-            copies, first, into = _like(kv_cache, count), 0, np.arange(count, dtype=np.int64)
-        else:
-            if self._pages is None or len(self._pages) != len(kv_cache):
-                self._pages = _like(kv_cache, len(kv_cache))
-            copies, first = self._pages, kept.copied.get(self._name, 0)
-            into = kept.pages[first:count]
-        ids, size = row.table[:count].numpy().astype(np.int64), kv_cache.element_size()
-        sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
-        middle = slice(sequence.init, sequence.init + sequence.count)
-        sources[middle] = sequence.addresses(self._name)
-        nbytes = kv_cache[0].numel() * size
-        targets = copies.data_ptr() + into * nbytes
-        device_of(kv_cache.device).move(sources[first:], targets, kernels.Piece(1, nbytes, 0))
-        self._activity.bytes_staged += nbytes * len(into)
-        if kept is not None:
-            kept.copied[self._name] = (row.tokens - new_tokens) // kv_cache.shape[2]
-        return copies
-
-
-def _like(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
-    """A cache of so many blocks, one behind the other, each like the other cache's."""
-    elements = kv_cache[0].numel()
-    made = torch.empty(blocks * elements, dtype=kv_cache.dtype, device=kv_cache.device)
-    return made.as_strided((blocks, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))
-
-
 class DeviceBuilder(RetrievalBuilder):
     """Retrieval beside the dense metadata of a backend for GPUs."""
 
@@ -566,7 +502,6 @@ class DeviceBuilder(RetrievalBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._told = False
         if not self._plain and runner.decides_graphs(self.vllm_config):
             runner.follow_graphs(self.vllm_config, self)
 
@@ -626,25 +561,15 @@ class DeviceBuilder(RetrievalBuilder):
             self._captures = False
         # Larger ones are captured for nothing, as vLLM captures all that it is told to.
         if not self._plain and common.num_reqs <= min(GRAPH_ROWS, self._kernel.most.rows):
-            table = common.block_table_tensor
-            metadata.retrieval = StepWork(self._kernel.captured(common.num_reqs, table))
+            table, stale = common.block_table_tensor, torch.empty(0, dtype=torch.int64)
+            step = self._kernel.schedule(stale, (), None, table, common.num_reqs)
+            metadata.retrieval = StepWork(step)
         return metadata
 
     def hinders_graph(self, requests: int) -> bool:
-        """If the batch is too large, where blocks are to be recorded, and where a sequence with
-        blocks off the device takes the host's work."""
-        if self._group.needs_host:
-            if not self._told and self._settings.dense_layers:
-                self._told = True
-                logger.info(
-                    "kvrecall: retrieval: steps with a sequence past VLLM_RETRIEVAL_OFFLOAD_"
-                    "BOUNDARY=%d are launched piece by piece, not as one CUDA graph: the first "
-                    "VLLM_RETRIEVAL_DENSE_LAYERS=%d layers read its blocks from copies",
-                    self._settings.offload_boundary,
-                    self._settings.dense_layers,
-                )
-            return True
-        if padded_requests(self.vllm_config, requests) > GRAPH_ROWS:
+        """If the batch is too large, blocks are to be recorded, or the host has work for it."""
+        too_many = padded_requests(self.vllm_config, requests) > GRAPH_ROWS
+        if too_many or self._group.needs_host:
             return True
         return self._was_sparse and not self._activity.steps_sparse % SEEN_EVERY_REPLAYS
 
@@ -659,20 +584,18 @@ class DeviceBuilder(RetrievalBuilder):
             self.use_full_cuda_graph = keeps
 
     def make_dense(self, name: str) -> DenseOffload:
-        return CopiedDense(name, self._activity).attend
+        """By vLLM's kernel, which reads one cache: for the time of the call there is one."""
+        copy = partial(copied, name, self._activity)
+        return lambda row, _, cache, __, plainly: plainly(copy(row, cache), row.metadata)
 
-    def alone(
-        self, common: Any, rows: Sequence[BatchRow], at: int, key: str
-    ) -> tuple[Any, KeptCopy | None]:
+    def make_kept(self, name: str) -> KeptLayer | None:
+        most = self._kernel.most
+        return KeptLayer(name, most.pages_of, self._activity) if most.left else None
+
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)
-        # While its prompt is computed all layers attend to it densely: too many to keep copies.
-        kept = self._group.copies.of(key, blocks) if rows[at].decodes else None
-        if kept is None:
-            places = torch.arange(blocks, dtype=torch.int32, device=self.device)
-        else:
-            pages = torch.from_numpy(kept.pages[:blocks].astype(np.int32))
-            places = device_of(self.device).send(pages)
-        return self.part(common, rows, [at], places[None])[1], kept
+        places = torch.arange(blocks, dtype=torch.int32, device=self.device)
+        return self.part(common, rows, [at], places[None])[1]
 
 
 class DeviceAttention(RetrievalAttention):

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer, SparseStep
+from kvrecall.engines.vllm.attention.copies import KeptLayer
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -17,41 +19,13 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy
+from kvrecall.engines.vllm.attention.step import Freshness
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
-
-
-class KeptCopies:
-    """Which of the dense layers' own pages the sequences of a KV group have: a page is room for a
-    block in each of these layers. Owned by the worker's thread."""
-
-    def __init__(self, pages: int) -> None:
-        self._free = list(range(pages))
-        self._kept: dict[str, KeptCopy] = {}
-
-    def of(self, key: str, blocks: int) -> KeptCopy | None:
-        """A page for each of the sequence's blocks; None if too few are free, and the sequence then
-        gives up those it had."""
-        kept = self._kept.setdefault(key, KeptCopy())
-        more = max(0, blocks - len(kept.pages))
-        if more > len(self._free):
-            self.forget(key)
-            return None
-        if more:
-            kept.pages = np.append(kept.pages, self._free[-more:])
-            del self._free[-more:]
-        return kept
-
-    def forget(self, key: str) -> None:
-        """The sequence has ended. It may have no pages."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._free.extend(kept.pages.tolist())
 
 
 class RetrievalGroup:
@@ -78,22 +52,25 @@ class RetrievalGroup:
         self._activity = activity
         self._kernel = kernel
         self._near: dict[ArenaHandle | None, NearArena] = {}
-        self.copies = KeptCopies(0)
         self._caches: Mapping[str, torch.Tensor] = {}
         self.layer_names: list[str] = []
         """Those of its layers, sparse or not."""
         self._sparse: dict[str, RetrievalLayer] = {}
+        self._kept: dict[str, KeptLayer] = {}
+        self._told = False
         self._sequences: dict[str, OffloadedSequence] = {}
         self._rows: dict[int, str] = {}
 
     # ---- as the metadata builder and the layers ask ---------------------------------------
 
-    def add(self, name: str, sparse: RetrievalLayer | None) -> None:
-        """``sparse``: None if the layer stays dense."""
+    def add(self, name: str, sparse: RetrievalLayer | None, kept: KeptLayer | None = None) -> None:
+        """``sparse``: None if the layer stays dense; then ``kept``, if it keeps copies."""
         self.layer_names.append(name)
         if sparse is not None:
             self._sparse[name] = sparse
             self.freshness.follow(sparse)
+        elif kept is not None:
+            self._kept[name] = kept
 
     def sequence(self, last_block: int) -> OffloadedSequence | None:
         """The offloaded sequence whose last token of this step is written into that block."""
@@ -108,10 +85,14 @@ class RetrievalGroup:
     @property
     def needs_host(self) -> bool:
         """Whether an offloaded sequence of this step takes work of the host's: its prompt may still
-        be computed, the device cannot read its blocks, or dense layers read copies of them."""
+        be computed, the device cannot read its blocks, or dense layers lack copies of them."""
         here = [self._sequences[key] for key in self._rows.values()]
-        is_dense = len(self._sparse) < len(self.layer_names)
-        return any(is_dense or not (one.decodes and one.is_readable) for one in here)
+        return not (all(one.decodes and one.is_readable for one in here) and self.keeps(here))
+
+    def keeps(self, sequences: Iterable[OffloadedSequence]) -> bool:
+        """Whether dense layers, if any, keep copies of all these sequences' blocks that left."""
+        has_dense = len(self._sparse) < len(self.layer_names)
+        return not has_dense or (bool(self._kept) and all(one.is_kept for one in sequences))
 
     def counted(self, wait: bool = False) -> Activity:
         """The activity, with what a device has told by now; ``wait``: with all that it did."""
@@ -130,8 +111,8 @@ class RetrievalGroup:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
-        if not self._kernel.on_host:
-            self.copies = KeptCopies(len(next(iter(caches.values()))))
+        for name, kept in self._kept.items():
+            kept.open(caches[name])
         pages = {}
         for name, layer in self._sparse.items():
             pages[digests_of_layer(name)] = layer.digest_rows(caches[name])
@@ -204,7 +185,6 @@ class RetrievalGroup:
             return
         for sparse in self._sparse.values():
             sparse.forget(key)
-        self.copies.forget(key)
         arena = gone.records.arena
         if arena in self._near and not any(
             sequence.records.arena == arena for sequence in self._sequences.values()
@@ -246,6 +226,7 @@ class RetrievalGroup:
             self._activity.blocks_left += len(added)
             for name, sparse in self._sparse.items():
                 sparse.arrive(sequence, self._caches[name])
+            self._keep(sequence, len(added))
             return True
         self._activity.blocks_offloaded += len(added)
         leaving = torch.tensor(order.block_ids, dtype=torch.int64)
@@ -254,4 +235,15 @@ class RetrievalGroup:
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
             sparse.depart(sequence, leaving, self._caches[name])
+        self._keep(sequence, len(added), np.array(order.block_ids, dtype=np.int64))
         return True
+
+    def _keep(self, sequence: OffloadedSequence, added: int, ids: Ints | None = None) -> None:
+        for name, kept in self._kept.items():
+            kept.leave(sequence, added, self._caches[name], ids)
+        if self._kept and not sequence.is_kept and not self._told:
+            self._told = True
+            logger.info(
+                "kvrecall: retrieval: dense layers have no room for copies of all that left the "
+                "device: steps are slow; lower --max-num-seqs, or VLLM_RETRIEVAL_DENSE_LAYERS"
+            )

@@ -66,7 +66,8 @@ class OffloadedSequence:
     blocks are read in place, in ``near``. ``numbers``: of those blocks on a device whose kernels
     recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``, and its
     ``place`` in ``device.LeftTables``, -1: none yet, where ``placed`` of its slots are.
-    ``decodes``: it did in its last step, and so will in its next: a preemption ends it here."""
+    ``decodes``: it did in its last step, and so will in its next: a preemption ends it here;
+    ``is_kept``: dense layers keep copies of these blocks."""
 
     key: str
     init: int
@@ -79,6 +80,7 @@ class OffloadedSequence:
     place: int = -1
     placed: int = 0
     decodes: bool = False
+    is_kept: bool = False
 
     @property
     def count(self) -> int:

@@ -4,6 +4,7 @@ cache, and what grows with the cache is allocated with it, once: nothing is enla
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ MEASURED_BYTES = 1 << 28
 """Copied to measure the device's bandwidth, before the cache is allocated."""
 GRAPH_ROWS = 64
 """Requests of a step for which a graph is replayed, at most."""
+_PAGES_A_BLOCK = 4  # of the cache: eight long sequences in a cache for two
 _MOST_SPLITS = 64  # of a row's attention, as of ``attend_by_triton``
 
 Specs = Mapping[str, Any]
@@ -50,6 +52,10 @@ class Most:
     def left_of(self, blocks: int) -> int:
         """Blocks off the device. ``blocks``: of the KV cache."""
         return min(int(blocks / self.share), self.left)
+
+    def pages_of(self, blocks: int) -> int:
+        """Of which a dense layer has room for a copy."""
+        return min(_PAGES_A_BLOCK * blocks, self.left_of(blocks))
 
 
 def most_of(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> Most:
@@ -84,13 +90,12 @@ def offloads(vllm_config: Any, settings: RetrievalSettings) -> bool:
 
 def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
     """The part of ``found`` bytes that is for the KV cache. The rest is for the digests of its
-    blocks and of those off the device, with their slots; where sequences leave the device, for
-    dense layers' pages, as many as there are blocks, and one sequence's copy in one layer; and for
-    the greatest step's buffers."""
+    blocks and of those off the device, with their slots and their copies in dense layers; where
+    sequences leave the device, for one's copy in one layer; and for the greatest step's buffers."""
     settings, size = active_settings(), _block_size(specs)
     most = most_of(vllm_config, settings, specs)
     copies = offloads(vllm_config, settings)
-    kv = here = left = fixed = 0
+    kv = here = left = kept = fixed = 0
     for name, spec in specs.items():
         kv += spec.page_size_bytes
         if layer_index(name) >= settings.dense_layers:
@@ -100,16 +105,19 @@ def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
             here += digests + CHECKSUM_BYTES + 3 * 4 * spec.num_kv_heads
             left += digests + 4 * spec.num_kv_heads
         elif copies:
-            here += spec.page_size_bytes
+            kept += spec.page_size_bytes
         fixed = max(fixed, _step_bytes(vllm_config, most, spec))
     if copies:
         longest = -(-vllm_config.model_config.max_model_len // size)
         fixed += longest * max(spec.page_size_bytes for spec in specs.values())
     fixed += MEASURED_BYTES * settings.gate
     room = max(0, found - fixed)
-    blocks = int(room / (kv + here + left / most.share))
-    if most.left_of(blocks) == most.left:
-        blocks = (room - most.left * left) // (kv + here)
+
+    def needed(blocks: int) -> int:
+        away = most.left_of(blocks) * left + most.pages_of(blocks) * kept
+        return blocks * (kv + here) + away
+
+    blocks = bisect_right(range(room // kv + 1), room, key=needed) - 1
     logger.info(
         "kvrecall: retrieval: of %.2f GiB of device memory beside the model %.2f GiB are for the "
         "KV cache, the others for digests of its blocks and of up to %d off the device, copies for "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from kvrecall.attention.index import EXACT
-from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -56,23 +55,12 @@ class BatchRow:
         return settings.regime(self.tokens if tokens is None else tokens, self.prompt_tokens)
 
 
-@dataclass(slots=True)
-class KeptCopy:
-    """Copies of a partially offloaded sequence that dense layers keep. ``pages``: of its blocks,
-    the same in each layer; ``copied``: how many leading blocks a layer's pages hold for good, by
-    its name."""
-
-    pages: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    copied: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class OffloadedRow:
     """A partially offloaded sequence of the batch. ``places``: of its tokens in the batch;
     ``table``: int32, its device blocks, on the host, meaningless where they are off the device;
     ``tokens``: its length; ``prefills``: all layers attend to it densely. ``metadata``: vLLM's of
-    this sequence alone, where vLLM's kernel attends to it, its blocks in the pages of ``kept``;
-    None: in their order."""
+    this sequence alone, where vLLM's kernel attends to it, its blocks in their order."""
 
     sequence: OffloadedSequence
     places: slice
@@ -80,7 +68,6 @@ class OffloadedRow:
     tokens: int
     prefills: bool
     metadata: Any = None
-    kept: KeptCopy | None = None
 
 
 DenseOffload = Callable[..., torch.Tensor]
@@ -98,13 +85,14 @@ class StepWork:
     """What layers do in a step beside, or instead of, dense attention of the whole batch.
 
     ``beside_sparse``, ``beside_offloaded``: what a sparse layer attends to densely on the device,
-    and what a dense layer does where sequences are ``offloaded``; None if nothing.
-    """
+    and what a dense layer does where sequences are ``offloaded``; None if nothing. ``is_kept``: a
+    dense layer with copies of what left attends where a sparse one does, to all blocks."""
 
     step: SparseStep | None
     beside_sparse: Beside | None = None
     offloaded: tuple[OffloadedRow, ...] = ()
     beside_offloaded: Beside | None = None
+    is_kept: bool = True
 
 
 class Freshness:
