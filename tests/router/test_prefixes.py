@@ -132,7 +132,7 @@ def test_equals_take_turns() -> None:
     assert len(firsts) == 3
 
 
-def test_prompts_that_nobody_holds_are_spread_alike_by_every_router() -> None:
+def test_new_prompts_are_spread_alike_by_every_router() -> None:
     chosen = Counter[str]()
     for number in range(600):
         asked, first, second = prompt(f"{number} {TEXT}"), fleet(), fleet()
