@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 
 import pytest
 
@@ -131,6 +132,18 @@ def test_equals_take_turns() -> None:
     assert len(firsts) == 3
 
 
+def test_new_prompts_are_spread_alike_by_every_router() -> None:
+    chosen = Counter[str]()
+    for number in range(600):
+        asked, first, second = prompt(f"{number} {TEXT}"), fleet(), fleet()
+        second.best_for_decode(None)  # whose turns are others
+        one = first.best_for_decode(asked)[0].name
+        assert second.best_for_decode(asked)[0].name == one
+        chosen[one] += 1
+    assert min(chosen.values()) > 150, chosen
+    assert len(chosen) == 3
+
+
 def test_new_tokens() -> None:
     all_ = fleet()
     asked = prompt_of(body(prompt=list(range(10_000, 12_000))))
@@ -242,6 +255,13 @@ def test_what_waits_at_an_instance_counts_as_work() -> None:
 
     asyncio.run(busy())
     assert all_.best_for_decode(prompt(TEXT))[0] is first
+
+    async def both() -> None:
+        async with first.answering(0.1), first.answering(0.2):
+            assert first.waiting > 0.2
+
+    asyncio.run(both())
+    assert first.waiting == 0.0, "nothing that rounding left"
 
 
 def test_addresses_of_events() -> None:

@@ -48,7 +48,7 @@ def test_a_reply_that_is_compressed_though_none_was_asked_for(
         says[0] = raw(encode(STREAM), f"content-encoding: {encoding}", stream=True)
         streamed = before.complete(prompt="x", stream=True)
         assert streamed.content.endswith(b"data: [DONE]\n\n")
-        assert before.count("prompt_tokens_total", source="host") == 2
+        assert until(lambda: before.count("prompt_tokens_total", source="host") == 2)
         bomb = encode(b" " * (65 << 20))
         for bad in (encode(REPLY)[:-3], b"nonsense", bomb):
             assert until(lambda: all(before.up().values()))
@@ -97,7 +97,7 @@ def test_events_pass_one_by_one_however_their_lines_end(tmp_path: Path, end: str
     usage = STREAM.decode().replace("\n", end)
     with in_front_of(tmp_path, [raw(usage.encode(), stream=True)]) as before:
         assert before.complete(prompt="x", stream=True).text.count(f"{end}{end}") == 3
-        assert before.count("prompt_tokens_total", source="host") == 1
+        assert until(lambda: before.count("prompt_tokens_total", source="host") == 1)
         # what fails before it begins is an error, and not a stream
     failed = f'event: error{end}data: {{"error": {{"code": 500}}}}{end}{end}'
     with in_front_of(tmp_path, [raw(failed.encode(), stream=True)]) as before:

@@ -49,6 +49,16 @@ def test_a_replay_hits_what_its_simulation_hits(tmp_path: Path) -> None:
     assert sum(variants["device, host"]["hits"].values()) == 2 + 3 + 3
 
 
+def test_large_requests_through_the_router() -> None:
+    figures = figures_of(
+        "proxies", "--rate", "50", "--seconds", "0.5", "--rounds", "1", "--size", "20000"
+    )
+    straight, ours = figures["ways"]["straight"], figures["ways"]["kvrecall router"]
+    assert straight["requests"] == ours["requests"] > 0
+    assert straight["failed"] == ours["failed"] == {}
+    assert ours["own_p50_ms"] > straight["own_p50_ms"] > 0
+
+
 @pytest.mark.long
 def test_the_same_sessions_with_every_choice_of_a_router() -> None:
     figures = figures_of("router", "--sessions", "4", "--turns", "3", "--rounds", "1")

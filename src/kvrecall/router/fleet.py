@@ -4,10 +4,10 @@ a prompt."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import time
-import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -127,7 +127,8 @@ class Instance:
                 finally:
                     del self.calls[call]
         finally:
-            self.waiting = max(0.0, self.waiting - cost)
+            # what rounding leaves would decide between equals for good
+            self.waiting = max(0.0, self.waiting - cost) if self.calls else 0.0
 
     def hangs(self) -> None:
         """It has not answered several probes in a row."""
@@ -272,7 +273,8 @@ class Fleet:
             if head is None:
                 of_equals = (place - turn) % len(healthy)  # they take turns
             else:  # routers beside each other choose the same one
-                of_equals = hash((int.from_bytes(head), zlib.crc32(one.url.encode())))
+                made = hashlib.blake2b(head + one.url.encode(), digest_size=8).digest()
+                of_equals = int.from_bytes(made)
             return one.inflight > bound, costs[place], one.inflight, of_equals
 
         return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]

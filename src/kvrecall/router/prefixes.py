@@ -147,7 +147,7 @@ def _chain(digest: bytes, text: memoryview) -> Iterable[bytes]:
         if end > len(text):
             break
         chunk = digest + text[begin:end]
-        if begin:  # Python's own hash takes a third of the time, and a key that nobody knows
+        if begin:  # Python's own hash takes a third of the time, and a key of this process
             digest = (hash(chunk) & _ALL_BITS).to_bytes(8)
         else:  # which other routers have, too
             digest = hashlib.blake2b(chunk, digest_size=16).digest()
