@@ -102,7 +102,8 @@ def read_settings(
     settings = RecallSettings.from_mapping(left, _SOURCE)
     if settings.access not in ("both", "read") or (settings.access == "read" and settings.service):
         raise ConfigError(
-            f"{SECTION}: access is {settings.access!r}, which only a vLLM engine can have here"
+            f"{SECTION}: access is {settings.access!r}, which only a vLLM engine can have here; "
+            "leave it out"
         )
     if ranks > 1 and settings.pool.disk is not None:
         raise ConfigError(
