@@ -444,14 +444,14 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
     lost = missed + row * (most + 1)
     across = tl.cdiv(words, WORDS)
     pieces = tl.cdiv(runs, RUNS) * across
+    layer_at = tl.load(page_at)
     for at in range(tl.program_id(1), tl.load(lost) * pieces, LANES):
         number = tl.load(lost + 1 + at // pieces)
         run = at % pieces // across * RUNS + tl.arange(0, RUNS)
         word = at % across * WORDS + tl.arange(0, WORDS)
         here = head * cache_head + run[:, None].to(tl.int64) * step + word[None, :]
         there = (run < runs)[:, None] & (word < words)[None, :]
-        source = tl.load(addresses + number) + tl.load(page_at)
-        source = source.to(tl.pointer_type(tl.int32))
+        source = (tl.load(addresses + number) + layer_at).to(tl.pointer_type(tl.int32))
         target = cache.to(tl.pointer_type(tl.int32))
         target += tl.load(mine + number).to(tl.int64) * cache_block
         tl.store(target + here, tl.load(source + here, mask=there, other=0), mask=there)

@@ -73,7 +73,7 @@ def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPa
     settings = replace(SEED, offload_boundary=1 << 30, gate=False)
     made = SparseSteps(LLAMA, settings, layers=2)
     steps: dict[int, list[Any]] = {}
-    each = ["digest_blocks", *CHOSEN, "fetch_blocks", *ATTENDED]
+    each = [*CHOSEN, "fetch_blocks", *ATTENDED]
     for lengths in (
         [TOKENS] * 3, [50_000], [300, 36_900, 40_960], [128], [90_000, 90_112, 5], [5, 6, 7],
     ):  # fmt: skip

@@ -128,9 +128,8 @@ class SparseStep:
     ``stale``: blocks whose digests must be computed first, on the kernel's device, int64 or int32;
     ``filled``: how many blocks the step fills whose digests must be computed, too, if the plan
     names them; otherwise they are among the stale ones. ``plan``: the kernel's own. ``is_graph``:
-    it is, or may be, replayed as a graph: for other sequences of as many requests, in which other
-    blocks are filled. Of it ``stale`` is computed before the replay.
-    """
+    it is, or may be, replayed as a graph, for other sequences of as many requests. ``stale`` is
+    computed before the replay, and what it fills before the next step."""
 
     stale: torch.Tensor
     sequences: tuple[SparseSequence, ...]
@@ -276,17 +275,17 @@ class RetrievalLayer(ABC):
     # ---- digests -------------------------------------------------------------------------
 
     def digest_step(self, kv_cache: torch.Tensor, step: SparseStep) -> None:
-        """Computes the step's digests, of a graph those of the blocks that it fills."""
+        """Computes the step's digests; a graph's are, before it is replayed."""
+        self._open(kv_cache)
         if not step.is_graph:
             self.digest(kv_cache, step.stale)
-        if step.filled or step.is_graph:
-            self.digest(kv_cache, step.plan.facts, step.filled)
+            if step.filled:
+                self.digest(kv_cache, step.plan.facts, step.filled)
 
     def replay(self, step: SparseStep) -> None:
         """A graph is about to be replayed for the step, without this layer's Python: computes what
         it needs before, and counts what it does."""
         self.digest(self._cache, step.stale)
-        self.digested += step.filled
         self._activity.count_layer(step.counts, self._shape.kv_heads)
 
     def digest(
@@ -295,7 +294,7 @@ class RetrievalLayer(ABC):
         """Computes the digests of these blocks from the keys they hold: full blocks, on the host
         or the kernel's device, or as its plan names them. ``count``: how many these are; None:
         all."""
-        if not len(block_ids):
+        if not block_ids.numel():
             return
         self._open(kv_cache)
         ids = self._sent(block_ids)

@@ -210,7 +210,8 @@ class StepPlanner:
             is_sparse = any(split.middle for split in splits)
             if is_sparse:
                 first = splits[-1].init + (0 if sequence is None else sequence.count)
-                full.append(block_table[index, first : row.tokens // self._block_size])
+                end = (row.tokens - is_graph) // self._block_size  # what a graph fills is next
+                full.append(block_table[index, first:end])
             elif not is_dense:
                 activity.sequences_gated += len(splits) * row.decodes
                 gated += row.decodes
