@@ -173,7 +173,8 @@ class Life:
                     verdicts.died.append(f"{task.name}: {told_of(task.error)}")
                 task.error = None
             was_closed = not (self.system.was_cut or verdicts.stuck or verdicts.died)
-            tasks = self.machine.left if self.is_last else []
+            # But for those that a store lets wait, in the last life.
+            tasks = [one for one in self.machine.left if self.is_last and "remote" not in one]
             self.__dict__.pop("pool", None)
             self.__dict__.pop("disk", None)
             if vfs.open_files(self.system) or self.system.fds:

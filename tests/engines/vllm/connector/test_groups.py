@@ -378,6 +378,17 @@ def test_the_pool_recalls_what_the_device_would_have(
     assert pool.stats().leases == pool.stats().reserved == 0
 
 
+def test_the_pool_goes_on_where_the_device_ends(pool: Pool, specs: list[KVCacheSpec]) -> None:
+    asked = prompt(320)
+    Bench(pool, specs).run(asked)
+    whole = Bench(pool, specs).run(asked)[1]
+    bench = Bench(pool, specs)
+    bench.run(asked[:161])
+    on_device, recalled = bench.run(asked)
+    assert on_device >= 128
+    assert on_device + recalled == whole > on_device
+
+
 def test_a_state_that_the_device_has_lost_comes_from_the_pool(pool: Pool) -> None:
     """The device has full attention's blocks of the whole prefix, and so has the pool: a hit that
     began behind them would be empty."""
