@@ -62,7 +62,7 @@ class Reply:
             self.fail(BrokenReplyError(f"headers of more than {_LONGEST_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
-        self._stays = False  # a reply behind this one: nobody asked for it
+        self._stays = False  # a reply behind this one answers no request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # not of what follows
