@@ -36,7 +36,9 @@ def test_replicas_with_embedded_pools_are_refused() -> None:
 
     def config(rank: int | None, **settings: object) -> Any:
         return SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
+            kv_transfer_config=SimpleNamespace(
+                kv_connector_extra_config=settings, kv_role="kv_both"
+            ),
             parallel_config=SimpleNamespace(data_parallel_rank_local=rank),
         )
 
