@@ -25,7 +25,7 @@ from kvrecall_lab.streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, 
 from kvrecall_lab.streams.late import META, LateDevice, LateTensor, Queueing, late_device
 from kvrecall_lab.streams.run import ALL, check
 
-SCHEDULES = dict(zip(ALL, (40, 16, 6), strict=True))
+SCHEDULES = dict(zip(ALL, (40, 16, 12), strict=True))
 
 
 def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
