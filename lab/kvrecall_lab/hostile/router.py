@@ -490,7 +490,8 @@ def redirects_and_bombs(folder: Path) -> str:
     elsewhere: list[bytes] = []
     bomb = gzip.compress(bytes(256 << 20))
     with _instance(heard=elsewhere) as other:
-        told = f"HTTP/1.1 307 Go\r\nlocation: {other}/v1/x\r\ncontent-length: 0\r\n\r\n".encode()
+        told = f"HTTP/1.1 307 Go\r\nlocation: {other}/v1/x\r\ncontent-length: 0\r\n".encode()
+        told += b"connection: close\r\n\r\n"  # it answers once on each
         replies = [told, _reply(bomb, b"content-encoding: gzip\r\n")]
         with (
             _instance(lambda link: _sends(replies[0])(link)) as url,
@@ -501,13 +502,12 @@ def redirects_and_bombs(folder: Path) -> str:
             if elsewhere or reply.status_code != 502 or "location" in reply.headers:
                 raise GotIn(f"a redirect was followed or passed on ({reply.status_code})")
             replies.pop(0)
-            with router.client.stream("POST", "/v1/completions", json={"prompt": "x"}) as got:
-                raw = b"".join(got.iter_raw())
-            if raw != bomb or got.headers.get("content-encoding") != "gzip":
-                raise GotIn("an encoded reply was changed, or its encoding not told")
+            got = router.client.post("/v1/completions", json={"prompt": "x"})
+            if got.status_code < 500:
+                raise GotIn(f"a bomb was undone, or passed on ({got.status_code})")
             if router.mib > _MOST_MIB // 2:
                 raise Stalled(f"the router has {router.mib} MiB after {len(bomb)} bytes of gzip")
-    return "a redirect is a failure; an encoded reply passes as it is"
+    return "a redirect is a failure, and so is a bomb"
 
 
 # -- attacks by publishers ------------------------------------------------------------------

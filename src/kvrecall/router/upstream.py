@@ -281,6 +281,7 @@ async def _decoded(response: Reply) -> AsyncGenerator[bytes, None]:
         while chunk:
             if data := decoder.decompress(chunk, _PIECE):
                 yield data
+                await asyncio.sleep(0)  # others are served meanwhile
             chunk = decoder.unconsumed_tail
     if decoder is not None and not decoder.eof:
         raise BrokenReplyError("its compressed reply has no end")
