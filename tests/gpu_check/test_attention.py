@@ -177,6 +177,7 @@ class Server:
     dies = False
     most = 4096  # tokens that are decoded
     fails: Exception | None = None
+    empty = False  # the other of two at once
     _answers = 0
 
     def __init__(
@@ -201,6 +202,8 @@ class Server:
         self._answers += 1
         if self.fails is not None and self._answers == 4:  # of two at once
             raise self.fails
+        if self.empty and self._answers > 5:
+            return iter([])
         return iter([1] * min(most, self.most))
 
     def family(self) -> list[Any]:
@@ -270,7 +273,9 @@ def test_an_answer_that_ends_early_or_fails_is_not_timed(server: type[Server]) -
     assert (outcome.state, outcome.note) == (
         State.FAIL, "an answer ended after 23 of 256 tokens that were timed"
     )  # fmt: skip
-    server.most, server.fails = 4096, EngineError("HTTP 500: no")
+    server.most, server.empty = 4096, True
+    assert decode("cpu").note == "an answer ended after 0 of 256 tokens that were timed"
+    server.most, server.fails, server.empty = 4096, EngineError("HTTP 500: no"), False
     assert decode("cpu").note == "HTTP 500: no"
 
 

@@ -110,10 +110,10 @@ def paces(server: ServerProcess, prompts: Sequence[Sequence[int]]) -> list[float
                         return (now - start) / (tokens - 1)
                 elif now >= start:
                     start, tokens = now, 1
+            raise EngineError(f"an answer ended after {tokens} of {_TIMED} tokens that were timed")
         except BaseException:
             begun.abort()  # the others do not wait for it
             raise
-        raise EngineError(f"an answer ended after {tokens} of {_TIMED} tokens that were timed")
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         answers = [threads.submit(read, prompt) for prompt in prompts]
