@@ -108,12 +108,22 @@ class LiveServer:
         main = psutil.Process(self.process.pid)
         return [main, *main.children(recursive=True)]
 
+    def named(self, name: str) -> list[psutil.Process]:
+        """Those of the family whose name begins so, without what they fork: a child has its
+        parent's name until it runs a program of its own."""
+        found = {}
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):
+                    found[process.pid] = process, process.ppid()
+        return [process for process, parent in found.values() if parent not in found]
+
     def engine_core(self) -> psutil.Process:
-        (core,) = (p for p in self.family() if p.name().startswith("VLLM::EngineCor"))
+        (core,) = self.named("VLLM::EngineCor")
         return core
 
     def worker(self) -> psutil.Process:
-        (worker,) = (p for p in self.family() if p.name().startswith("VLLM::Worker"))
+        (worker,) = self.named("VLLM::Worker")
         return worker
 
     def wait_end(self, timeout: float = 60) -> int:

@@ -76,7 +76,7 @@ def servers(folder: Path) -> Iterator[list[LiveServer]]:
 
 def test_each_process_is_one_replica(servers: list[LiveServer]) -> None:
     for rank, live in enumerate(servers):
-        assert sum(p.name().startswith("VLLM::EngineCor") for p in live.family()) == 1
+        assert len(live.named("VLLM::EngineCor")) == 1
         wins = (
             f"--host {HOSTS[rank]} (file: 127.0.0.1), --data-parallel-rank {rank} (file: nothing)"
         )

@@ -509,9 +509,7 @@ def test_sigterm_while_starting(folder: Path) -> None:
     words = [str(folder / "model"), "--no-pool", "--port", str(free_port())]
     starting = LiveServer(folder, words, "http://127.0.0.1", warm=True)
     try:
-        assert until(
-            lambda: any(p.name().startswith("VLLM::") for p in starting.family()), START_LIMIT_S
-        )
+        assert until(lambda: bool(starting.named("VLLM::EngineCor")), START_LIMIT_S)
         starting.engine_core().suspend()  # so that it does not end first
         family = starting.family()
         starting.process.send_signal(signal.SIGTERM)
