@@ -22,6 +22,11 @@ def retired(pool: Pool) -> Set[bytes]:
     return pool._host.retired
 
 
+def leaving(pool: Pool) -> Sequence[BlockKey]:
+    """Their blocks, the last one goes first."""
+    return [*pool._host.leaving]
+
+
 def below(pool: Pool) -> Tier:
     return pool._below
 

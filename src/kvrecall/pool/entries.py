@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class EntryTable(ABC):
         self.evictions = 0
         self.watchers: Watchers = ()
         self.retired: Set[bytes] = frozenset()  # namespaces whose blocks go first
-        self.leaving: deque[BlockKey] = deque()  # those blocks, or some that were, first to last
+        self.leaving: OrderedDict[BlockKey, None] = OrderedDict()  # those, the last one goes first
         self._tier = tier
         self._policy_name = policy
         self._capacity_bytes = capacity_bytes
@@ -405,13 +405,14 @@ class EntryTable(ABC):
         now = self.now()
         first: dict[int, None] = {}
         for _ in range(min(len(self.leaving), count + _HELD_FROM)):
-            key = self.leaving.popleft()
+            key, _ = self.leaving.popitem()
             with self._lock:
                 number = self._find(key) if key[:NAMESPACE_BYTES] in self.retired else -1
             if number >= 0 and len(first) < count and evictable(number):
                 first[number] = None
             elif number >= 0:  # it is busy, or of another size
-                self.leaving.append(key)
+                self.leaving[key] = None
+                self.leaving.move_to_end(key, last=False)
         found = [*first]
         for order in (self._tails, self._policy):
             if len(found) < count:

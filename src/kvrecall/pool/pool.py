@@ -141,7 +141,7 @@ class _Leaving:
 
     def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
         if key[:NAMESPACE_BYTES] in self._digests and tier in self._tables:
-            self._tables[tier].leaving.appendleft(key)
+            self._tables[tier].leaving[key] = None
 
     def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None: ...
 
@@ -192,7 +192,8 @@ class Pool:
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
         self._retired: frozenset[bytes] = frozenset()  # namespaces
-        self._retiring: Iterator[None] = iter(())  # looks for their blocks, some with each step
+        self._unswept: frozenset[bytes] = frozenset()  # those whose blocks are not looked for yet
+        self._retiring: Iterator[None] = iter(())  # looks for others', some with each step
         self._absent: tuple[TierStats, ...] = ()  # of a disk that could not be opened
         self.store_name: str | None = None  # of the remote store, the same on all hosts
         self.describe: Callable[[bytes], object] = bytes  # takes batches of engines' KV events
@@ -278,7 +279,8 @@ class Pool:
                     f"not of {block_bytes}"
                 )
             self._namespaces[namespace.digest] = namespace, block_bytes
-            self._retired = self._retired - {namespace.digest}
+            self._retired -= {namespace.digest}
+            self._unswept -= {namespace.digest}
             self._set_retired()
             self._others.clear()
             self._host.fit(block_bytes)
@@ -286,10 +288,9 @@ class Pool:
 
     def retire(self, digests: Collection[bytes]) -> None:
         with self._changed:
-            self._retired = self._retired | {*digests}
+            self._unswept |= self._namespaces.keys() & {*digests} - self._retired
+            self._retired |= self._unswept
             self._set_retired()
-            leaving = _Leaving(self._tables(), frozenset(digests))
-            self._retiring = itertools.chain(self._retiring, self.sweep(leaving))
 
     def _tables(self) -> dict[TierName, EntryTable]:
         tables: dict[TierName, EntryTable] = {TierName.HOST: self._host}
@@ -929,7 +930,14 @@ class Pool:
                     self._changed.notify_all()
                 elif not (more or self._writer.has_below or self._closed):
                     self._changed.wait(_TICK_S)
-            more |= next(self._retiring, self) is None
+            if next(self._retiring, self) is None:
+                more = True
+            elif self._unswept:
+                more = True
+                with self._changed:
+                    leaving = _Leaving(self._tables(), self._unswept)
+                    self._unswept = frozenset()
+                self._retiring = self.sweep(leaving)
             self.admin.expire()
 
     def _write_rest(self, until: float) -> None:

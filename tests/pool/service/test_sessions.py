@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrecall.block import SHARED, Namespace
+from kvrecall.block import NAMESPACE_BYTES, SHARED, Namespace
 from kvrecall.config import PoolConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Verdict
@@ -15,8 +15,8 @@ from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service import sessions
 from kvrecall.pool.service.link import Peer
 from kvrecall.pool.service.sessions import Registered, Session
-from kvrecall.testing import chain, namespace
-from pool.inside import retired
+from kvrecall.testing import chain, namespace, wait_until
+from pool.inside import leaving, retired
 
 SPACE = namespace()
 KEYS = chain(SPACE, 4)
@@ -98,3 +98,21 @@ def test_what_another_client_has_is_not_retired(pool: Pool, session: Session) ->
     assert retired(pool) == {SPACE.digest}
     assert registers(session, SPACE)
     assert not retired(pool)
+
+
+def test_a_flood_of_retirements_takes_neither_memory_nor_stack(
+    pool: Pool, session: Session
+) -> None:
+    """Each was a search, one inside the other: the loop stood still, and 300,000 such iterators end
+    an interpreter."""
+    other = Session(pool, session.peer, session._registered, 2)
+    for number in range(100_000):
+        digests = number.to_bytes(NAMESPACE_BYTES, "big"), SPACE.digest
+        assert other.answer(p.Retire(digests)) is None
+    assert not retired(pool)
+    session.answer(p.Reserve(1, tuple(KEYS), None, SHARED))
+    session.answer(p.Commit(tuple(KEYS)))
+    for _ in range(3):  # weights that come and go
+        session.answer(p.Retire((SPACE.digest,)))
+        wait_until(lambda: len(leaving(pool)) == 4)
+        assert registers(session, SPACE)

@@ -139,9 +139,10 @@ class Session:
             case p.Cancel(number):
                 self._abandon([key for key, by in self._filling.items() if by == number])
             case p.Retire(digests):
-                self.namespaces -= {*digests}
+                own = self.namespaces & {*digests}
+                self.namespaces -= own
                 used = set[bytes]().union(*(one.namespaces for one in self._registered.sessions))
-                pool.retire({*digests} - used)
+                pool.retire(own - used)
             case p.Describe(batch):
                 pool.describe(batch)
             case p.Stats(number):
