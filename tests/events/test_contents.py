@@ -15,9 +15,9 @@ STORED = Stored(TierName.DISK, KEY, None)
 NAME = 0, 7
 
 
-def told(block: int, medium: str | None = "GPU") -> bytes:
+def told(block: int, medium: str | None = "GPU", **more: object) -> bytes:
     event = {"type": "BlockStored", "block_hashes": [block], "token_ids": [1, 2], "block_size": 2}
-    return encode([{**event, "medium": medium}])
+    return encode([{**event, "medium": medium, **more}])
 
 
 def test_what_left_meanwhile_is_not_told_again() -> None:
@@ -39,10 +39,27 @@ def test_what_left_meanwhile_is_not_told_again() -> None:
 
 
 def test_contents_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those used last stay."""
-    monkeypatch.setattr(contents, "_MOST_BLOCKS", 2)
+    """By bytes, as clients of a service may report anything. Those used last stay."""
+    monkeypatch.setattr(contents, "_MOST_BYTES", 1100)
     known = Contents()
     for block in (7, 8, 7, 9):
         known.learn(told(block))
     assert known.stored(NAME, STORED) is not None
     assert known.stored((0, 8), STORED) is None
+    known.learn(told(8, parent_block_hash=bytes(40)))
+    assert known.stored(NAME, STORED) is None, "a long hash takes room"
+    assert known.stored((0, 8), STORED) is None, "or is too long itself"
+    for odd in ({"lora_name": "x" * 600}, {"parent_block_hash": [1]}):
+        known.learn(told(7, **odd))
+        assert known.stored(NAME, STORED) is None
+
+
+def test_each_event_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "_MOST_ABOUTS", 3)
+    known = Contents()
+    for number in range(20):
+        known.learn(told(number, lora_name=f"adapter {number}"))
+    assert len(known._abouts._known) <= 3
+    content = known.stored((0, 2), STORED)
+    assert content is not None
+    assert content.about["lora_name"] == "adapter 2"

@@ -359,6 +359,7 @@ def test_a_service_publishes_the_tokens_that_engines_report(
         assert {one[0] for one in told().values()} == {1}
         assert told()["CPU", rest[0]][1:] == [[], first, None, None]
         client.describe(b"no events")
+        client.describe(bytes(2 << 20))  # more than a service takes
         client.describe(encode([{"type": "BlockStored"}, {"type": "BlockStored", "medium": 7}]))
         client.describe(described(rest, first))
         want = [

@@ -15,7 +15,10 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.events.wire import DEVICE_MEDIUM, STORED, BlockHash, Event, Hash, short_hash
 from kvrecall.pool.changes import Cause, Change, Removed, Stored
 
-_MOST_BLOCKS = 1 << 20  # whose content is known: some 300 MB; and as many that wait for theirs
+_MOST_BYTES = 512 << 20  # of blocks whose content is known
+_BLOCK_BYTES = 512  # of each, besides its tokens and keys
+_MOST_BARE = 1 << 20  # blocks that wait for their content
+_MOST_ABOUTS = 4096
 _OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
 _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
 PLACE = ("medium", "locality", "ownership", "group_idx")
@@ -35,13 +38,23 @@ class BlockContent(msgspec.Struct, frozen=True, gc=False):
     tokens: bytes = b""
     extra: Any = None
 
+    @property
+    def nbytes(self) -> int:
+        """About its memory: what may be long counts 16-fold, as Python's objects are larger."""
+        varied = 0
+        if self.extra is not None or isinstance(self.parent, bytes):
+            varied = len(msgspec.msgpack.encode((self.parent, self.extra)))
+        return _BLOCK_BYTES + len(self.tokens) + 16 * varied
+
 
 class Abouts:
     """One object for all events in which the fields are equal that are not their blocks'."""
 
-    def __init__(self, without: tuple[str, ...] = ()) -> None:
+    def __init__(self, without: tuple[str, ...] = (), longest: int = 1 << 20) -> None:
+        """``longest``: bytes of such fields; events with more are passed over."""
         self._known: dict[bytes, Mapping[str, Any]] = {}
         self._without = {*_OF_BLOCKS, *_OF_REQUEST, *without}
+        self._longest = longest
 
     def contents(self, event: Mapping[str, Any]) -> Iterator[tuple[Hash, BlockContent]]:
         """The blocks of a ``BlockStored``."""
@@ -49,7 +62,12 @@ class Abouts:
         tokens, extra = event.get("token_ids") or (), event.get("extra_keys")
         told = bool(size) and len(tokens) >= size * len(hashes)
         fields = {k: v for k, v in event.items() if k not in self._without}
-        about = self._known.setdefault(msgspec.msgpack.encode(fields), fields)
+        packed = msgspec.msgpack.encode(fields)
+        if len(packed) > self._longest:
+            return
+        if len(self._known) >= _MOST_ABOUTS:
+            self._known.clear()
+        about = self._known.setdefault(packed, fields)
         parent = event.get("parent_block_hash")
         for at, block in enumerate(hashes):
             part = array("I", tokens[at * size : (at + 1) * size]).tobytes() if told else b""
@@ -65,8 +83,9 @@ class Contents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._abouts = Abouts(without=PLACE)
+        self._abouts = Abouts(without=PLACE, longest=_BLOCK_BYTES)
         self._known: OrderedDict[Name, BlockContent] = OrderedDict()
+        self._bytes = 0  # of these
         self._bare: dict[Name, dict[tuple[TierName, BlockKey], Stored]] = {}
         self._completed: list[Change] = []
 
@@ -82,16 +101,18 @@ class Contents:
     def _learn(self, event: Event) -> None:
         group = event.get("group_idx") or 0
         for block, content in self._abouts.contents(event):
-            if not content.tokens:
+            if not (content.tokens and isinstance(content.parent, int | bytes | None)):
                 continue
             name = group, short_hash(block)
             with self._lock:
+                if (before := self._known.pop(name, None)) is not None:
+                    self._bytes -= before.nbytes
                 self._known[name] = content
-                self._known.move_to_end(name)
+                self._bytes += content.nbytes
                 for one in self._bare.pop(name, {}).values():
                     self._completed += (Removed(one.tier, one.key, Cause.LOST), one)
-                if len(self._known) > _MOST_BLOCKS:
-                    self._known.popitem(last=False)
+                while self._bytes > _MOST_BYTES:
+                    self._bytes -= self._known.popitem(last=False)[1].nbytes
 
     def completed(self) -> list[Change]:
         """Blocks that were published without content, and whose content is known by now: each
@@ -104,7 +125,7 @@ class Contents:
         """What is known of a block that is published."""
         with self._lock:
             known = self._known.get(name)
-            if known is None and (name in self._bare or len(self._bare) < _MOST_BLOCKS):
+            if known is None and (name in self._bare or len(self._bare) < _MOST_BARE):
                 self._bare.setdefault(name, {})[change.tier, change.key] = change
             return known
 

@@ -41,6 +41,7 @@ _BATCH_BLOCKS = 4096  # an event without any counts as ``_EVENT_BLOCKS``: a batc
 _EVENT_BLOCKS = 16
 _QUEUED = 1000  # batches for a subscriber that does not read; it asks for more than that again
 _QUEUED_REPLAY = 16
+_DESCRIBED = 256  # batches of engines that are not read yet, of at most 1 MiB
 _MOST, _MOST_TOKENS = 4096, 1 << 17  # blocks and tokens of an event
 _KINDS = {"window": "sliding_window", "state": "mamba"}  # of KV groups, as vLLM names them
 
@@ -246,8 +247,8 @@ class EventPublisher:
     """
 
     def __init__(self, pool: Pool, host: str, port: int, topic: str = "") -> None:
-        """Listens at ``port`` and, for replay, the one above. Who reaches them learns the hashes of
-        all blocks. ``topic``: of all batches. Raises ConfigError if it cannot."""
+        """Listens at ``port`` and, for replay, the one above. Who reaches them learns the tokens of
+        prompts. ``topic``: of all batches. Raises ConfigError if it cannot."""
         try:
             import zmq
         except ModuleNotFoundError as error:
@@ -274,7 +275,7 @@ class EventPublisher:
         self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
         self._events = PoolEvents(pool, self._groups)
-        self._described = deque[bytes](maxlen=_QUEUED)
+        self._described = deque[bytes](maxlen=_DESCRIBED)
         pool.describe = self._described.append
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvrecall-events", daemon=True)

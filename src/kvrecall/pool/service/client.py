@@ -346,7 +346,7 @@ class ServiceClient:
 
     def describe(self, batch: bytes) -> None:
         """Tells the service the KV events of an engine, which say what its blocks contain."""
-        if len(batch) <= p.MAX_FRAME >> 1:
+        if len(batch) <= p.MAX_BATCH:
             self._tell(self._current(), p.Describe(batch))
 
     # -- save ------------------------------------------------------------------------------

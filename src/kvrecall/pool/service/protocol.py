@@ -35,6 +35,7 @@ PROTOCOL = 100 * FORMAT_VERSION + 13
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
+MAX_BATCH = 1 << 20  # of KV events
 MAX_KEYS = 60_000
 """Keys in one message; a chain of that many blocks of 16 tokens is about a million tokens."""
 MAX_SECONDS = 86_400.0
@@ -207,7 +208,7 @@ class Why(Message, frozen=True, tag=18):
 class Describe(Message, frozen=True, tag=19):
     """A batch of KV events that an engine has published."""
 
-    batch: Annotated[bytes, Meta(max_length=MAX_FRAME >> 1)]
+    batch: Annotated[bytes, Meta(max_length=MAX_BATCH)]
 
 
 class Retire(Message, frozen=True, tag=20):
