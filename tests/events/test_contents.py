@@ -38,6 +38,15 @@ def test_what_left_meanwhile_is_not_told_again() -> None:
     assert other.completed() == []
 
 
+def test_what_leaves_after_its_tokens_were_told_is_not_told_again() -> None:
+    """The thread that learns them does not wait for the one that publishes."""
+    known = Contents()
+    known.stored(NAME, STORED)
+    known.learn(told(7))
+    known.removed(NAME, Removed(TierName.DISK, KEY, Cause.CAPACITY))
+    assert known.completed() == []
+
+
 def test_contents_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bytes, as clients of a service may report anything. Those used last stay."""
     monkeypatch.setattr(contents, "_MOST_BYTES", 1100)

@@ -87,7 +87,7 @@ class Contents:
         self._known: OrderedDict[Name, BlockContent] = OrderedDict()
         self._bytes = 0  # of these
         self._bare: dict[Name, dict[tuple[TierName, BlockKey], Stored]] = {}
-        self._completed: list[Change] = []
+        self._completed: dict[Name, dict[tuple[TierName, BlockKey], Stored]] = {}
 
     def learn(self, payload: bytes) -> None:
         """From a batch of an engine: what its device has stored. Ignores bytes that are none."""
@@ -109,8 +109,8 @@ class Contents:
                     self._bytes -= before.nbytes
                 self._known[name] = content
                 self._bytes += content.nbytes
-                for one in self._bare.pop(name, {}).values():
-                    self._completed += (Removed(one.tier, one.key, Cause.LOST), one)
+                if places := self._bare.pop(name, None):
+                    self._completed.setdefault(name, {}).update(places)
                 while self._bytes > _MOST_BYTES:
                     self._bytes -= self._known.popitem(last=False)[1].nbytes
 
@@ -118,8 +118,9 @@ class Contents:
         """Blocks that were published without content, and whose content is known by now: each
         leaves, and is stored again, because some readers count how often a block was stored."""
         with self._lock:
-            changes, self._completed = self._completed, []
-        return changes
+            completed, self._completed = self._completed, {}
+        again = (one for places in completed.values() for one in places.values())
+        return [change for one in again for change in (Removed(*one[:2], Cause.LOST), one)]
 
     def stored(self, name: Name, change: Stored) -> BlockContent | None:
         """What is known of a block that is published."""
@@ -133,9 +134,10 @@ class Contents:
         """A block has left a tier."""
         if isinstance(change, Stored | Removed):
             with self._lock:
-                places = self._bare.get(name, {})
-                if places.pop((change.tier, change.key), None) and not places:
-                    del self._bare[name]
+                for waiting in (self._bare, self._completed):
+                    places = waiting.get(name, {})
+                    if places.pop((change.tier, change.key), None) and not places:
+                        del waiting[name]
 
     def cleared(self) -> None:
         """Nothing counts as published any more."""
