@@ -74,6 +74,26 @@ def is_last(arrived, row, programs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def reaches(bits, least, step):  # type: ignore[no-untyped-def]
+    """For each number 1 in a field of 21 bits for each of ``least`` plus 1, 2 and 3 times ``step``
+    that it is not below: added up, they are three counts."""
+    one = (bits >= least + step).to(tl.int64)
+    two = (bits >= least + 2 * step).to(tl.int64)
+    return one + (two << 21) + ((bits >= least + 3 * step).to(tl.int64) << 42)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def raised(counts, least, step, count, wanted):  # type: ignore[no-untyped-def]
+    """The highest of ``least``, which ``count`` numbers reach, and those above it of ``reaches``
+    that at least ``wanted`` reach, and how many do."""
+    for field in tl.static_range(3):
+        reached = ((counts >> (21 * field)) & 0x1FFFFF).to(tl.int32)
+        count = tl.where(reached >= wanted, reached, count)
+        least = tl.where(reached >= wanted, least + step, least)
+    return least, count
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def choose_row(  # type: ignore[no-untyped-def]
     row, facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
     kv_heads, width, most, most_slots, numbers, state_part, state_head,
@@ -87,8 +107,9 @@ def choose_row(  # type: ignore[no-untyped-def]
 
     Each query head's logits are made a distribution, and those of the group are added up. The
     bits of positive numbers of single precision are in their order, so the least score that is
-    chosen is found bit by bit. Of blocks of that very score the first ones are chosen. The bits of
-    the first ``SEARCH`` blocks are kept in registers meanwhile.
+    chosen is found by them, two at a time, until no more are as high than are chosen. Of blocks of
+    that very score the first ones are chosen. The bits of the first ``SEARCH`` blocks are kept in
+    registers meanwhile.
     """
     fact = facts + row // kv_heads * FACTS
     init = tl.load(fact + INIT)
@@ -118,29 +139,27 @@ def choose_row(  # type: ignore[no-untyped-def]
         tl.store(mine + first + many, score, mask=first + many < middle)
     tl.debug_barrier()
     every = tl.arange(0, SEARCH)
-    early = tl.load(mine + every, mask=every < middle, other=0.0).to(tl.int32, bitcast=True)
-    early = tl.where(every < middle, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(31):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
+    early = tl.load(mine + every, mask=every < middle, other=0.0).to(tl.uint32, bitcast=True)
+    least = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    count = middle
+    while (step > 0) & (count != chosen):
+        reached = reaches(early, least, step)
         for first in range(SEARCH, middle, SEARCH):
-            there = first + every < middle
-            bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
-            count += tl.sum((there & (bits >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= chosen, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
+            bits = tl.load(mine + first + every, mask=first + every < middle, other=0.0)
+            reached += reaches(bits.to(tl.uint32, bitcast=True), least, step)
+        least, count = raised(tl.sum(reached, 0), least, step, count, chosen)
+        step = step // 4
+    higher = (early > least).to(tl.int32)
     for first in range(SEARCH, middle, SEARCH):
-        there = first + every < middle
-        bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
-        above += tl.sum((there & (bits > least)).to(tl.int32), 0)
+        bits = tl.load(mine + first + every, mask=first + every < middle, other=0.0)
+        higher += (bits.to(tl.uint32, bitcast=True) > least).to(tl.int32)
+    above = tl.sum(higher, 0)
     done = 0
     alike = 0
     for first in range(0, middle, CHUNK):
         there = first + many < middle
-        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.uint32, bitcast=True)
         same = (there & (bits == least)).to(tl.int32)
         taken = (there & (bits > least)) | (
             (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
@@ -200,33 +219,36 @@ def admit_blocks(  # type: ignore[no-untyped-def]
     tl.store(missed, misses)
     tl.debug_barrier()
     early_slot = tl.load(slots + many, mask=many < room, other=0)
-    early = now - tl.load(used + early_slot, mask=many < room, other=0)
-    early = tl.where(many < room, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(tl.where(misses > 0, 31, 0)):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
+    early = (now - tl.load(used + early_slot, mask=many < room, other=0)).to(tl.uint32)
+    early = tl.where(many < room, early, 0)
+    least = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    while step > now.to(tl.uint32):  # no age has these bits
+        step = step // 4
+    count = room
+    while (step > 0) & (count != misses) & (misses > 0):
+        reached = reaches(early, least, step)
         for first in range(CHUNK, room, CHUNK):
             there = first + many < room
             slot = tl.load(slots + first + many, mask=there, other=0)
             age = now - tl.load(used + slot, mask=there, other=0)
-            count += tl.sum((there & (age >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= misses, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
+            reached += reaches(tl.where(there, age, 0).to(tl.uint32), least, step)
+        least, count = raised(tl.sum(reached, 0), least, step, count, misses)
+        step = step // 4
+    higher = (early > least).to(tl.int32)
     for first in range(CHUNK, room, CHUNK):
         there = first + many < room
         slot = tl.load(slots + first + many, mask=there, other=0)
         age = now - tl.load(used + slot, mask=there, other=0)
-        above += tl.sum((there & (age > least)).to(tl.int32), 0)
+        higher += (tl.where(there, age, 0).to(tl.uint32) > least).to(tl.int32)
+    above = tl.sum(higher, 0)
     tl.debug_barrier()
     done = 0
     alike = 0
     for first in range(0, tl.where(misses > 0, room, 0), CHUNK):
         there = first + many < room
         slot = tl.load(slots + first + many, mask=there, other=0)
-        age = now - tl.load(used + slot, mask=there, other=0)
+        age = (now - tl.load(used + slot, mask=there, other=0)).to(tl.uint32)
         same = (there & (age == least)).to(tl.int32)
         taken = (there & (age > least)) | (
             (same > 0) & (alike + tl.cumsum(same, 0) <= misses - above)
@@ -389,8 +411,8 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         block = block.to(tl.int64)
         at = coded + head * coded_head + (many % ROWS) * coded_row
         if RECALLS:
-            further = left.to(tl.int64) - coded.to(tl.int64)
-            at += tl.where(block < 0, further, 0)
+            further = (left.to(tl.int64) - coded.to(tl.int64)) // 16
+            at += tl.where(block < 0, further, 0) * 16  # so the compiler sees that it is aligned
             block = tl.where(block < 0, -1 - block, block)
         at += block * coded_block
         k_here = inside[None, :] & (dims < DIM)[:, None]

@@ -42,6 +42,7 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
     which blocks must be digested is sent, too."""
     made = steps(layers=3, topk_share=share)
     filled = made.run(TOKENS, 90_000, offloaded=offloaded)
+    assert not any(step % 16 for step in made._layers[0].store.rows.stride()[:-1]), "bytes at once"
     recall = ["fetch_blocks"] * offloaded
     assert (
         filled.device
