@@ -29,6 +29,10 @@ LEFT = tl.constexpr(9)
 HELD = tl.constexpr(10)
 # Triton compiles annotations, too, so only its own are used.
 
+LATE = tl.constexpr(1 << 30)
+"""Greater than every number. A table adds it to the numbers of chosen blocks that are in no slot
+yet."""
+
 MAX_CODE = tl.constexpr(127.0)
 LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
@@ -195,7 +199,8 @@ def admit_blocks(  # type: ignore[no-untyped-def]
     """Gives a row's chosen blocks that are off the device a slot each, of its ``room``: part of
     ``choose_row``. The longest unused slots are taken, of equal ones the first.
 
-    Writes to ``missed`` how many blocks lie in none yet, and their numbers. Adds to ``counts`` how
+    Writes to ``missed`` how many blocks lie in none yet, and their numbers, and marks them in the
+    table by ``LATE``. Adds to ``counts`` how
     many did, and how many did not. The others as of ``DeviceResidency``, of one KV head. A row
     with as much room as chosen blocks off the device never gives a slot away that it needs now.
     """
@@ -215,6 +220,7 @@ def admit_blocks(  # type: ignore[no-untyped-def]
         new = (off & (held != number + 1)).to(tl.int32)
         tl.store(missed + misses + tl.cumsum(new, 0), number, mask=new > 0)
         hits += tl.sum(here.to(tl.int32), 0)
+        tl.store(named + first + many, block - LATE, mask=new > 0)
         misses += tl.sum(new, 0)
     tl.store(missed, misses)
     tl.debug_barrier()
@@ -444,12 +450,12 @@ def choose_blocks(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def fetch_blocks(  # type: ignore[no-untyped-def]
-    facts, table, missed, place, addresses, page_at, cache,
+    facts, missed, place, addresses, page_at, cache,
     kv_heads, most, numbers, cache_block, cache_head, words, runs, step,
-    LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, lane)`` copies each ``LANES``th piece of the row's missed blocks from host
-    memory into their slots. The first names the slots in the row's table, too.
+    memory into their slots. The table is not touched: attention to the others reads it meanwhile.
 
     ``addresses``: of each number's record in host memory, in which the layer's page begins at byte
     ``page_at[0]``; ``cache``: the address of the layer's first block. A KV head's part of a page
@@ -477,31 +483,29 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
         target = cache.to(tl.pointer_type(tl.int32))
         target += tl.load(mine + number).to(tl.int64) * cache_block
         tl.store(target + here, tl.load(source + here, mask=there, other=0), mask=there)
-    if tl.program_id(1) == 0:
-        many = tl.arange(0, CHUNK)
-        chosen = tl.load(fact + CHOSEN)
-        named = table + row * most + tl.load(fact + INIT)
-        for first in range(0, chosen, CHUNK):
-            block = tl.load(named + first + many, mask=first + many < chosen, other=0)
-            slot = tl.load(mine + (-1 - block), mask=block < 0, other=0)
-            tl.store(named + first + many, slot, mask=block < 0)
 
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages,
-    scale, softcap, kv_heads, most, share, splits, most_slots, page_block, query_token, query_head,
+    query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages, place,
+    scale, softcap, kv_heads, most, share, splits, most_slots, numbers, page_block,
+    query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim, output_token, output_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
     + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
     row's last one then adds all of them up (``combine_row``). A row without tokens gets zeros. With
     ``WHOLE`` the row attends to all blocks: ``table`` is the batch's, and those off the device are
     in ``pages``.
+
+    ``TURN``: 0 if the table has no block off the device. Otherwise those are read in their slots,
+    which ``place`` has. 1 takes the splits whose blocks are all there, while others are fetched, 2
+    the rest, and 3 all of them. What a split finds does not depend on that.
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
@@ -530,8 +534,21 @@ def attend_rows(  # type: ignore[no-untyped-def]
         if tl.program_id(1) + length == 0:
             none = output + token * output_token + (head * GROUP + heads)[:, None] * output_head
             nothing = tl.zeros([PADDED, WIDE], tl.float32).to(output.dtype.element_ty)
-            tl.store(none + dims[None, :], nothing, mask=real)
+            if TURN != 2:
+                tl.store(none + dims[None, :], nothing, mask=real)
         return
+    if TURN > 0:
+        places = place + head * numbers
+    if (TURN == 1) | (TURN == 2):
+        named = blocks + first // SIZE
+        here = tl.minimum(share, tl.cdiv(length - first, SIZE))
+        many = tl.arange(0, SPLITS)
+        least = 0
+        for at in range(0, here, SPLITS):
+            some = tl.load(named + at + many, mask=at + many < here, other=0)
+            least = tl.minimum(least, tl.min(some, 0))
+        if (least < -LATE) != (TURN == 2):
+            return
     tile = tl.arange(0, TILE)
     from_query = query + token * query_token
     q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
@@ -542,6 +559,9 @@ def attend_rows(  # type: ignore[no-untyped-def]
     summed = tl.zeros([PADDED, WIDE], tl.float32)
     for begin in range(first, end, TILE):
         block = tl.load(blocks + begin // SIZE).to(tl.int64)
+        if TURN > 0:
+            slot = tl.load(places + ((-1 - block) & (LATE - 1)), mask=block < 0, other=0)
+            block = tl.where(block < 0, slot.to(tl.int64), block)
         key_at = block * key_block
         value_at = block * value_block
         if WHOLE:

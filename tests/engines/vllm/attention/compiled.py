@@ -41,8 +41,8 @@ def uses() -> Any:
         sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
         sizes |= {"CHUNK": 32 // heads, "CAPPED": dim == 64, "SINKS": dim == 128}
         fixed = {**sizes, "SPLITS": 64, "PADDED": 16, "TILE": 64, "key_dim": 1}
-        for whole in (False, True):
-            of = {**fixed, "value_dim": 1, "WHOLE": whole}
+        for whole, turn in ((False, 0), (True, 0), (False, 1)):
+            of = {**fixed, "value_dim": 1, "WHOLE": whole, "TURN": turn}
             yield kernels.attend_rows, {**TYPES, **pointers}, of
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
@@ -58,7 +58,7 @@ def uses() -> Any:
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
     for runs, words in ((1, 1024), (8, 128)):
-        fixed = {"LANES": 16, "RUNS": runs, "WORDS": words, "CHUNK": 1024}
+        fixed = {"LANES": 16, "RUNS": runs, "WORDS": words}
         yield kernels.fetch_blocks, TYPES, fixed
     yield kernels.move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
 
