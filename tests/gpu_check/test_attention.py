@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from kvrecall.attention.digest import Layout, encode
+from kvrecall.attention.digest import Layout, coded_width, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
@@ -65,10 +65,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def digest(keys: Any, coded: Any, ids: Any, bounds: bool) -> None:
         kind = attention.DIGESTS["bounds" if bounds else "mean"]
         found = encode(Layout(kind, 0, coded.shape[2]).rows_of(keys[ids].permute(2, 0, 1, 3)))
-        coded[:, ids] = wrong.get("digest", lambda codes: codes)(found)
+        coded[:, ids, :, : found.shape[-1]] = wrong.get("digest", lambda codes: codes)(found)
 
     def choose(query: Any, coded: Any, step: Any, scale: float, bounds: bool) -> None:
         kind = attention.DIGESTS["bounds" if bounds else "mean"]
+        coded = coded[..., : coded_width(kind.parts * attention.DIM)]
         (best,) = logits_plainly(query, coded, kind, step, scale)
         best = wrong.get("search", lambda found: found)(best)
         step.logits[:, :, : best.shape[2]] = best

@@ -96,7 +96,7 @@ class Machine:
         self._fine: list[tuple[int, int, int]] = []  # begin, end, bytes of a cell
         self._shared: list[tuple[int, int]] = []
         self._unknown: dict[int, torch.Tensor] = {}
-        self.computing = self.stream("compute")
+        self.computing = self.launching = self.stream("compute")
 
     def stream(self, name: str) -> LateStream:
         stream = LateStream(self, name, len(self.streams) + 1)
@@ -396,6 +396,11 @@ class LateStream(Stream):
         self.clock = _latest(self.clock, event.clock)
         self.clock[self.place] += 1
         self.queue.append(event)
+
+    def run(self, work: Callable[[], None]) -> None:
+        before, self.machine.launching = self.machine.launching, self
+        work()
+        self.machine.launching = before
 
     def copy(self, batch: Batch) -> None:
         columns = batch.sources.tolist(), batch.targets.tolist(), batch.sizes.tolist()

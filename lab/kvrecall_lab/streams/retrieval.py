@@ -222,7 +222,7 @@ class Kernels:
         return {cell for one in ids for cell in self._machine.cells(begin + one * step, nbytes)}
 
     def _queue(self, work: Any, reads: Cells, writes: Cells, what: str) -> None:
-        self._machine.computing.launch(work, reads, writes, what)
+        self._machine.launching.launch(work, reads, writes, what)
 
     def digest_blocks(self, *args: Any, **sizes: Any) -> None:
         ids, keys, coded, *_ = args
@@ -231,7 +231,8 @@ class Kernels:
 
         def work() -> None:
             if some := [one for one in named.plain.tolist() if one >= 0]:
-                plain[1][:, some] = digested(rank, plain[0][some].transpose(1, 2)).transpose(0, 1)
+                made = digested(rank, plain[0][some].transpose(1, 2)).transpose(0, 1)
+                plain[1][:, some, :, : made.shape[-1]] = made
 
         known = [one for one in named.told().tolist() if one >= 0]
         self._queue(work, rank.cells(known, [layer]), self._rows(coded, known), "digests")
@@ -253,7 +254,7 @@ class Kernels:
         known, *both = map(list, zip(*told(TOLD), strict=True))
         tokens = rank.named(query, known)
         choice = Choice(rank, layer, known, *both, tokens)
-        self._choices[table.data_ptr()] = choice
+        self._choices[table.data_ptr()] = self._choices[counted[0].data_ptr()] = choice
         reads: Cells = set()
         for row, ids in zip(known, choice.blocks, strict=False):
             middle = ids[row[INIT] : row[INIT] + row[MIDDLE]]
@@ -275,7 +276,7 @@ class Kernels:
                 for one in range(init, init + middle):
                     id = ids[one]
                     found = digests[:, id] if id >= 0 else digests_off[:, -1 - id]
-                    if not np.array_equal(found, want[:, one]):
+                    if not np.array_equal(found[..., : want.shape[-1]], want[:, one]):
                         rank.wrong(f"a digest of {name} is not that of its block's keys")
                 for head in range(HEADS):
                     chosen = sorted(rank.chance.sample(range(middle), count))
@@ -288,12 +289,15 @@ class Kernels:
                         ours = choice.slots[at][: row[SLOTS]]
                         if not admit(head, at * HEADS + head, wanted, ours, *counts):
                             rank.wrong(f"{name} has too few slots")
+                        lost = counts[0][at * HEADS + head]
+                        into = named_in[at * HEADS + head, init : init + count]
+                        into[np.isin(-1 - into, lost[1 : 1 + lost[0]])] -= kernels.LATE
 
         self._queue(work, reads, set(), "choice of blocks")
 
     def fetch_blocks(self, *args: Any, **sizes: Any) -> None:
-        _, table, missed, place, addresses, page_at, cache, *_ = args
-        choice = self._choices[table.data_ptr()]
+        _, missed, place, addresses, page_at, cache, *_ = args
+        choice = self._choices[missed.data_ptr()]
         rank = choice.rank
         known, layer_at = addresses.told().tolist(), int(page_at.told())
         reads: Cells = set()
@@ -304,9 +308,7 @@ class Kernels:
                     if one < 0:
                         reads.update(self._machine.cells(known[-1 - one] + layer_at, PAGE))
                 writes |= rank.cells(slots[: row[SLOTS]], [choice.layer])
-        tables, lost_of, slot_of, address_of = (
-            one.plain.numpy() for one in (table, missed, place, addresses)
-        )
+        lost_of, slot_of, address_of = (one.plain.numpy() for one in (missed, place, addresses))
 
         def work() -> None:
             for at, row in enumerate(choice.facts):
@@ -316,14 +318,10 @@ class Kernels:
                         source = int(address_of[number]) + int(page_at.plain) + head * PART
                         slot = int(slot_of[head, number])
                         memmove(cache + slot * PAGE + head * PART, source, PART)
-                    named = tables[at * HEADS + head, row[INIT] : row[INIT] + row[CHOSEN]]
-                    for one, block in enumerate(named.tolist()):
-                        if block < 0:
-                            named[one] = slot_of[head, -1 - block]
 
         self._queue(work, reads, writes, "fetches")
 
-    def attend_rows(self, *args: Any, WHOLE: bool, **sizes: Any) -> None:
+    def attend_rows(self, *args: Any, WHOLE: bool, TURN: int, **sizes: Any) -> None:
         query, facts, keys, _, table, *_ = args
         rank, layer = self._at(keys)
         if WHOLE:
@@ -333,8 +331,8 @@ class Kernels:
         reads: Cells = set()
         for row, ids, slots in zip(choice.facts, choice.blocks, choice.slots, strict=False):
             there = [one for one in ids[: row[BLOCKS]] if one >= 0]
-            reads |= rank.cells([*there, *slots[: row[SLOTS]]], [layer])
-        plain = table.plain.numpy()
+            reads |= rank.cells([*there, *slots[: row[SLOTS] if TURN > 1 else 0]], [layer])
+        plain, slot_of = table.plain.numpy(), args[12].plain.numpy()
 
         def work() -> None:
             memory = rank.memory[layer].numpy().reshape(-1, HEADS, BLOCK, TOKEN // HEADS)
@@ -352,6 +350,11 @@ class Kernels:
                         count = min(BLOCK, left)
                         left -= count
                         want = told[head, block * BLOCK : block * BLOCK + count]
+                        if TURN and id < 0:
+                            is_late = -1 - id >= kernels.LATE
+                            if TURN < 3 and is_late != (TURN == 2):
+                                continue
+                            id = slot_of[head, -1 - (id | kernels.LATE)]
                         if id < 0 or not np.array_equal(memory[id, head, :count], want):
                             rank.wrong(f"sparse attention of {name} reads other KV than it chose")
 
@@ -620,6 +623,9 @@ class RetrievalEngine(Engine):
                     self._launch_write(rank, layer, rows)
                     for again in record:
                         again()
+            for at, part in enumerate([*parts]):  # in a graph the streams of a layer fork
+                if part[3] == "fetches" and self._chance.random() < 0.5:
+                    parts[at : at + 2] = parts[at + 1], part
             reads, writes = (set().union(*(part[at] for part in parts)) for at in (1, 2))
             work = lambda: [part[0]() for part in parts]  # noqa: E731
             self.machine.computing.launch(work, reads - writes, writes, "graphs", TOKEN_S * total)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 
 SCALE_BYTES = 4
+LOADED_BYTES = 16
+"""A GPU's rows begin at multiples of so many bytes, which it loads at once."""
 WIDE = 6
 """With coarse rows, fine ones are read only for WIDE times the number of blocks to select: those
 whose coarse rows score best (docs/retrieval-internals.md)."""
@@ -98,9 +100,9 @@ class Layout:
         return torch.cat([digests_of(self.kind, keys, tokens // self.coarse), fine], -2)
 
 
-def coded_width(width: int) -> int:
-    """Bytes of a row of ``width`` coordinates."""
-    return width + SCALE_BYTES
+def coded_width(width: int, whole: int = 1) -> int:
+    """Bytes of a row of ``width`` coordinates: a multiple of ``whole``."""
+    return -(-(width + SCALE_BYTES) // whole) * whole
 
 
 def encode(rows: torch.Tensor) -> torch.Tensor:

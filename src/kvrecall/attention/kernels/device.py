@@ -50,6 +50,10 @@ _LANES = 16
 """Programs that fetch a row's blocks: eight rows of pieces of 4 KiB are half a MiB on their way,
 five times what a bus of 55 GB/s has under way in 2 microseconds."""
 
+LATE = 1 << 30
+"""Greater than every number of a block off the device. A table adds it to the numbers of those that
+are in no slot yet."""
+
 _ALIGNED = 16
 _MOST_COMPILED = 4096
 _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
@@ -181,6 +185,11 @@ class DeviceStep:
         self.recalls = left is not None
         self.names, self.slots = (left.names, left.slots) if left else (self.missed, self.missed)
         self.partials = buffers.partials
+        self.place: torch.Tensor | None = None
+        """Of the layer whose blocks were chosen last, if the step recalls: see ``place`` of its
+        ``DeviceResidency``."""
+        self.fetched: Any = None
+        """The event at which they are all in their slots; None: they are, on the same stream."""
 
     @classmethod
     def of(
@@ -305,7 +314,7 @@ def choose_by_triton(
     rows, width + 4]``, rows a power of two. Where blocks are recalled, ``left``: the same of blocks
     off the device, by their numbers, in the same strides, and ``residency``, the layer's: chosen
     blocks that are off the device are admitted to their sequence's slots. Those to copy are in
-    ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers.
+    ``step.missed``, and the table names them by their numbers, with ``LATE``.
     """
     rows, dim, most = coded.shape[2], query.shape[2], step.table.shape[1]
     tile, chunk = max(1, _ROWS_AT_ONCE // rows), blocks_at_once(step.group)
@@ -314,6 +323,7 @@ def choose_by_triton(
     off = coded if left is None else left
     if off.stride() != coded.stride():
         raise ValueError(f"digests have the strides {off.stride()} and {coded.stride()}")
+    step.place = None if residency is None else residency.place
     if residency is None:
         none = step.missed
         kept: tuple[torch.Tensor, ...] = none, none, none
@@ -345,8 +355,8 @@ def fetch_by_triton(
     addresses: torch.Tensor,
     kv_cache: torch.Tensor,
 ) -> None:
-    """Copies the blocks that ``choose_by_triton`` missed from host memory into their slots, and
-    names the slots in the table: one launch.
+    """Copies the blocks that ``choose_by_triton`` missed from host memory into their slots: one
+    launch, which may run beside the first turn of attention.
 
     ``addresses``: int64, of each number's record in host memory that the device can read;
     ``kv_cache``: ``[blocks, kv_heads, tokens, width]``, a token of a head in one piece, of whole
@@ -357,10 +367,10 @@ def fetch_by_triton(
     at_once = min(_WORDS_AT_ONCE, next_power(words))
     _launch(
         "fetch_blocks", (step.rows, _LANES),
-        step.facts, step.table, step.missed, residency.place, addresses, residency.page_at,
+        step.facts, step.missed, residency.place, addresses, residency.page_at,
         kv_cache.data_ptr(), step.kv_heads, step.table.shape[1], residency.place.stride(0),
         block // _WORD, head // _WORD, words, runs, piece.step // _WORD,
-        LANES=_LANES, RUNS=_WORDS_AT_ONCE // at_once, WORDS=at_once, CHUNK=_BLOCKS_AT_ONCE,
+        LANES=_LANES, RUNS=_WORDS_AT_ONCE // at_once, WORDS=at_once,
     )  # fmt: skip
 
 
@@ -385,8 +395,10 @@ def attend_by_triton(
     sinks: torch.Tensor | None = None,
     share: int = 0,
     pages: torch.Tensor | None = None,
+    turn: int = 0,
 ) -> None:
     """Attention of the step's tokens over the blocks of its table, zeros for padding: one launch.
+    If the step recalls blocks it takes ``turn`` 1 and, when they are there, ``turn`` 2; or then 3.
     With ``pages`` over all blocks: keys of those off the device by their numbers, each like one of
     ``keys`` in memory, with its values as far from them.
 
@@ -404,15 +416,18 @@ def attend_by_triton(
     wide, heads = max(16, next_power(dim)), next_power(group)
     away = keys if pages is None else pages
     table = step.table if pages is None else step.blocks
+    place = step.missed if step.place is None else step.place
     _launch(
         "attend_rows", (step.rows, splits),
         query, step.facts, keys, values, table, parts, lse, lse if sinks is None else sinks,
-        output, step.arrived, step.names, away,
+        output, step.arrived, step.names, away, place,
         scale, softcap, step.kv_heads, table.stride(0), share, splits, step.names.stride(0),
-        away.stride(0), *query.stride()[:2], *keys.stride(), *values.stride(), *output.stride()[:2],
+        place.stride(0), away.stride(0), *query.stride()[:2], *keys.stride(), *values.stride(),
+        *output.stride()[:2],
         GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
         SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None, WHOLE=pages is not None,
+        TURN=turn,
         num_warps=warps_of(wide, keys.element_size()),
     )  # fmt: skip
 

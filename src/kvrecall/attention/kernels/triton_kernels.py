@@ -29,6 +29,10 @@ LEFT = tl.constexpr(9)
 HELD = tl.constexpr(10)
 # Triton compiles annotations, too, so only its own are used.
 
+LATE = tl.constexpr(1 << 30)
+"""Greater than every number. A table adds it to the numbers of chosen blocks that are in no slot
+yet."""
+
 MAX_CODE = tl.constexpr(127.0)
 LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
@@ -74,6 +78,26 @@ def is_last(arrived, row, programs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def reaches(bits, least, step):  # type: ignore[no-untyped-def]
+    """For each number 1 in a field of 21 bits for each of ``least`` plus 1, 2 and 3 times ``step``
+    that it is not below: added up, they are three counts."""
+    one = (bits >= least + step).to(tl.int64)
+    two = (bits >= least + 2 * step).to(tl.int64)
+    return one + (two << 21) + ((bits >= least + 3 * step).to(tl.int64) << 42)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def raised(counts, least, step, count, wanted):  # type: ignore[no-untyped-def]
+    """The highest of ``least``, which ``count`` numbers reach, and those above it of ``reaches``
+    that at least ``wanted`` reach, and how many do."""
+    for field in tl.static_range(3):
+        reached = ((counts >> (21 * field)) & 0x1FFFFF).to(tl.int32)
+        count = tl.where(reached >= wanted, reached, count)
+        least = tl.where(reached >= wanted, least + step, least)
+    return least, count
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def choose_row(  # type: ignore[no-untyped-def]
     row, facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
     kv_heads, width, most, most_slots, numbers, state_part, state_head,
@@ -87,8 +111,9 @@ def choose_row(  # type: ignore[no-untyped-def]
 
     Each query head's logits are made a distribution, and those of the group are added up. The
     bits of positive numbers of single precision are in their order, so the least score that is
-    chosen is found bit by bit. Of blocks of that very score the first ones are chosen. The bits of
-    the first ``SEARCH`` blocks are kept in registers meanwhile.
+    chosen is found by them, two at a time, until no more are as high than are chosen. Of blocks of
+    that very score the first ones are chosen. The bits of the first ``SEARCH`` blocks are kept in
+    registers meanwhile.
     """
     fact = facts + row // kv_heads * FACTS
     init = tl.load(fact + INIT)
@@ -118,29 +143,27 @@ def choose_row(  # type: ignore[no-untyped-def]
         tl.store(mine + first + many, score, mask=first + many < middle)
     tl.debug_barrier()
     every = tl.arange(0, SEARCH)
-    early = tl.load(mine + every, mask=every < middle, other=0.0).to(tl.int32, bitcast=True)
-    early = tl.where(every < middle, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(31):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
+    early = tl.load(mine + every, mask=every < middle, other=0.0).to(tl.uint32, bitcast=True)
+    least = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    count = middle
+    while (step > 0) & (count != chosen):
+        reached = reaches(early, least, step)
         for first in range(SEARCH, middle, SEARCH):
-            there = first + every < middle
-            bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
-            count += tl.sum((there & (bits >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= chosen, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
+            bits = tl.load(mine + first + every, mask=first + every < middle, other=0.0)
+            reached += reaches(bits.to(tl.uint32, bitcast=True), least, step)
+        least, count = raised(tl.sum(reached, 0), least, step, count, chosen)
+        step = step // 4
+    higher = (early > least).to(tl.int32)
     for first in range(SEARCH, middle, SEARCH):
-        there = first + every < middle
-        bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
-        above += tl.sum((there & (bits > least)).to(tl.int32), 0)
+        bits = tl.load(mine + first + every, mask=first + every < middle, other=0.0)
+        higher += (bits.to(tl.uint32, bitcast=True) > least).to(tl.int32)
+    above = tl.sum(higher, 0)
     done = 0
     alike = 0
     for first in range(0, middle, CHUNK):
         there = first + many < middle
-        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.uint32, bitcast=True)
         same = (there & (bits == least)).to(tl.int32)
         taken = (there & (bits > least)) | (
             (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
@@ -176,7 +199,8 @@ def admit_blocks(  # type: ignore[no-untyped-def]
     """Gives a row's chosen blocks that are off the device a slot each, of its ``room``: part of
     ``choose_row``. The longest unused slots are taken, of equal ones the first.
 
-    Writes to ``missed`` how many blocks lie in none yet, and their numbers. Adds to ``counts`` how
+    Writes to ``missed`` how many blocks lie in none yet, and their numbers, and marks them in the
+    table by ``LATE``. Adds to ``counts`` how
     many did, and how many did not. The others as of ``DeviceResidency``, of one KV head. A row
     with as much room as chosen blocks off the device never gives a slot away that it needs now.
     """
@@ -196,37 +220,41 @@ def admit_blocks(  # type: ignore[no-untyped-def]
         new = (off & (held != number + 1)).to(tl.int32)
         tl.store(missed + misses + tl.cumsum(new, 0), number, mask=new > 0)
         hits += tl.sum(here.to(tl.int32), 0)
+        tl.store(named + first + many, block - LATE, mask=new > 0)
         misses += tl.sum(new, 0)
     tl.store(missed, misses)
     tl.debug_barrier()
     early_slot = tl.load(slots + many, mask=many < room, other=0)
-    early = now - tl.load(used + early_slot, mask=many < room, other=0)
-    early = tl.where(many < room, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(tl.where(misses > 0, 31, 0)):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
+    early = (now - tl.load(used + early_slot, mask=many < room, other=0)).to(tl.uint32)
+    early = tl.where(many < room, early, 0)
+    least = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    while step > now.to(tl.uint32):  # no age has these bits
+        step = step // 4
+    count = room
+    while (step > 0) & (count != misses) & (misses > 0):
+        reached = reaches(early, least, step)
         for first in range(CHUNK, room, CHUNK):
             there = first + many < room
             slot = tl.load(slots + first + many, mask=there, other=0)
             age = now - tl.load(used + slot, mask=there, other=0)
-            count += tl.sum((there & (age >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= misses, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
+            reached += reaches(tl.where(there, age, 0).to(tl.uint32), least, step)
+        least, count = raised(tl.sum(reached, 0), least, step, count, misses)
+        step = step // 4
+    higher = (early > least).to(tl.int32)
     for first in range(CHUNK, room, CHUNK):
         there = first + many < room
         slot = tl.load(slots + first + many, mask=there, other=0)
         age = now - tl.load(used + slot, mask=there, other=0)
-        above += tl.sum((there & (age > least)).to(tl.int32), 0)
+        higher += (tl.where(there, age, 0).to(tl.uint32) > least).to(tl.int32)
+    above = tl.sum(higher, 0)
     tl.debug_barrier()
     done = 0
     alike = 0
     for first in range(0, tl.where(misses > 0, room, 0), CHUNK):
         there = first + many < room
         slot = tl.load(slots + first + many, mask=there, other=0)
-        age = now - tl.load(used + slot, mask=there, other=0)
+        age = (now - tl.load(used + slot, mask=there, other=0)).to(tl.uint32)
         same = (there & (age == least)).to(tl.int32)
         taken = (there & (age > least)) | (
             (same > 0) & (alike + tl.cumsum(same, 0) <= misses - above)
@@ -389,8 +417,8 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         block = block.to(tl.int64)
         at = coded + head * coded_head + (many % ROWS) * coded_row
         if RECALLS:
-            further = left.to(tl.int64) - coded.to(tl.int64)
-            at += tl.where(block < 0, further, 0)
+            further = (left.to(tl.int64) - coded.to(tl.int64)) // 16
+            at += tl.where(block < 0, further, 0) * 16  # so the compiler sees that it is aligned
             block = tl.where(block < 0, -1 - block, block)
         at += block * coded_block
         k_here = inside[None, :] & (dims < DIM)[:, None]
@@ -422,12 +450,12 @@ def choose_blocks(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def fetch_blocks(  # type: ignore[no-untyped-def]
-    facts, table, missed, place, addresses, page_at, cache,
+    facts, missed, place, addresses, page_at, cache,
     kv_heads, most, numbers, cache_block, cache_head, words, runs, step,
-    LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, lane)`` copies each ``LANES``th piece of the row's missed blocks from host
-    memory into their slots. The first names the slots in the row's table, too.
+    memory into their slots. The table is not touched: attention to the others reads it meanwhile.
 
     ``addresses``: of each number's record in host memory, in which the layer's page begins at byte
     ``page_at[0]``; ``cache``: the address of the layer's first block. A KV head's part of a page
@@ -455,31 +483,29 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
         target = cache.to(tl.pointer_type(tl.int32))
         target += tl.load(mine + number).to(tl.int64) * cache_block
         tl.store(target + here, tl.load(source + here, mask=there, other=0), mask=there)
-    if tl.program_id(1) == 0:
-        many = tl.arange(0, CHUNK)
-        chosen = tl.load(fact + CHOSEN)
-        named = table + row * most + tl.load(fact + INIT)
-        for first in range(0, chosen, CHUNK):
-            block = tl.load(named + first + many, mask=first + many < chosen, other=0)
-            slot = tl.load(mine + (-1 - block), mask=block < 0, other=0)
-            tl.store(named + first + many, slot, mask=block < 0)
 
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages,
-    scale, softcap, kv_heads, most, share, splits, most_slots, page_block, query_token, query_head,
+    query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages, place,
+    scale, softcap, kv_heads, most, share, splits, most_slots, numbers, page_block,
+    query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim, output_token, output_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
     + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
     row's last one then adds all of them up (``combine_row``). A row without tokens gets zeros. With
     ``WHOLE`` the row attends to all blocks: ``table`` is the batch's, and those off the device are
     in ``pages``.
+
+    ``TURN``: 0 if the table has no block off the device. Otherwise those are read in their slots,
+    which ``place`` has. 1 takes the splits whose blocks are all there, while others are fetched, 2
+    the rest, and 3 all of them. What a split finds does not depend on that.
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
@@ -508,8 +534,21 @@ def attend_rows(  # type: ignore[no-untyped-def]
         if tl.program_id(1) + length == 0:
             none = output + token * output_token + (head * GROUP + heads)[:, None] * output_head
             nothing = tl.zeros([PADDED, WIDE], tl.float32).to(output.dtype.element_ty)
-            tl.store(none + dims[None, :], nothing, mask=real)
+            if TURN != 2:
+                tl.store(none + dims[None, :], nothing, mask=real)
         return
+    if TURN > 0:
+        places = place + head * numbers
+    if (TURN == 1) | (TURN == 2):
+        named = blocks + first // SIZE
+        here = tl.minimum(share, tl.cdiv(length - first, SIZE))
+        many = tl.arange(0, SPLITS)
+        least = 0
+        for at in range(0, here, SPLITS):
+            some = tl.load(named + at + many, mask=at + many < here, other=0)
+            least = tl.minimum(least, tl.min(some, 0))
+        if (least < -LATE) != (TURN == 2):
+            return
     tile = tl.arange(0, TILE)
     from_query = query + token * query_token
     q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
@@ -520,6 +559,9 @@ def attend_rows(  # type: ignore[no-untyped-def]
     summed = tl.zeros([PADDED, WIDE], tl.float32)
     for begin in range(first, end, TILE):
         block = tl.load(blocks + begin // SIZE).to(tl.int64)
+        if TURN > 0:
+            slot = tl.load(places + ((-1 - block) & (LATE - 1)), mask=block < 0, other=0)
+            block = tl.where(block < 0, slot.to(tl.int64), block)
         key_at = block * key_block
         value_at = block * value_block
         if WHOLE:

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels import triton_kernels as kernels
 from kvrecall.attention.kernels.device import blocks_at_once, warps_of
 
@@ -40,24 +41,24 @@ def uses() -> Any:
         sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
         sizes |= {"CHUNK": 32 // heads, "CAPPED": dim == 64, "SINKS": dim == 128}
         fixed = {**sizes, "SPLITS": 64, "PADDED": 16, "TILE": 64, "key_dim": 1}
-        for whole in (False, True):
-            of = {**fixed, "value_dim": 1, "WHOLE": whole}
+        for whole, turn in ((False, 0), (True, 0), (False, 1)):
+            of = {**fixed, "value_dim": 1, "WHOLE": whole, "TURN": turn}
             yield kernels.attend_rows, {**TYPES, **pointers}, of
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
         pointers = dict.fromkeys(("query", "keys"), "*bf16")
         group = {80: 16}.get(dim, 4 if bounds else 7)
-        fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": 64 // rows}
+        fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": device._ROWS_AT_ONCE // rows}
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
-        fixed |= {"TILES": 2, "SEARCH": 4 * blocks_at_once(group)}
+        fixed |= {"TILES": 4, "SEARCH": device.SEARCHED * blocks_at_once(group)}
         for left in (False, True):
             chosen = {**fixed, "RECALLS": left}
             yield kernels.choose_blocks, {**TYPES, **pointers}, chosen
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
     for runs, words in ((1, 1024), (8, 128)):
-        fixed = {"LANES": 16, "RUNS": runs, "WORDS": words, "CHUNK": 1024}
+        fixed = {"LANES": 16, "RUNS": runs, "WORDS": words}
         yield kernels.fetch_blocks, TYPES, fixed
     yield kernels.move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
 
@@ -66,7 +67,7 @@ def main(capability: int) -> None:
     for kernel, types, fixed in uses():
         names = kernel.arg_names
         signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-        strides = "key_", "value_", "page_block"
+        strides = "key_", "value_", "page_block", "coded_", "query_"
         aligned = [["tt.divisibility", 16]]  # as PyTorch's memory is, and a cache's strides
         even = [n for n in names if signature[n][0] == "*" or n.startswith(strides)]
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
@@ -89,13 +90,15 @@ def torch_type(pointer: str) -> torch.dtype:
 def check(kernel: Any, assembly: str) -> None:
     """What no interpreter shows: a row's programs count themselves in the device's order of memory,
     each when all its threads have written and before any of them reads on, and not through caches
-    that are for constants. And buffers' sizes are not compiled in."""
+    that are for constants. Buffers' sizes are not compiled in. And no digest, key or value is
+    loaded byte by byte."""
     acts = re.findall(r"bar\.sync|(?:ld|st|atom)\.global[.\w]*", assembly)
     counts = [at for at, one in enumerate(acts) if one == "atom.global.gpu.acq_rel.add.u32"]
     assert len(counts) == (kernel in (kernels.choose_blocks, kernels.attend_rows))
     for at in counts:
         assert acts[at - 1] == acts[at + 1] == "bar.sync"
         assert not any(".nc" in one for one in acts)
+    assert not any(one.startswith("ld") and one.endswith(("b8", "b16")) for one in acts)
     sizes = {one.name for one in kernel.params if one.do_not_specialize}
     assert sizes == set(kernels.SIZES) & set(kernel.arg_names)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvrecall.attention.kernels.device import (
+    LATE,
     DeviceStep,
     LeftTables,
     SequenceFacts,
@@ -164,6 +165,34 @@ def test_all_blocks_of_a_row_wherever_they_are(size: int, share: int) -> None:
     attend_by_triton(query, keys, values, on, output, 0.2, share=share, pages=pages[..., :dim])
     assert torch.equal(output[:3], expected[:3])
     assert not output[3].any()
+
+
+def test_what_is_late_comes_in_a_second_turn() -> None:
+    """To the bit: of blocks in slots, splits all of whose blocks are there come in the first turn,
+    while the late ones' slots are still written. Padding is zeros once."""
+    made = cache([900, 130, 40, 300], 2, 32, 16, torch.float32)
+    made.step.facts[2, 1:] = 0
+    expected, found, after = (torch.full_like(made.query, 3.0) for _ in range(3))
+    there = made.query, made.keys, made.values, made.step
+    attend_by_triton(*there, expected, 0.2, share=2)
+    table = made.step.table.view(4, KV_HEADS, -1)
+    made.step.place = torch.zeros(KV_HEADS, 50, dtype=torch.int32)
+    late = torch.zeros(len(made.keys), KV_HEADS, dtype=torch.bool)
+    for at, head, number in ((at, head, n) for at in (0, 3) for head in range(2) for n in range(9)):
+        place, name = 2 * number + head, number + 20 * (at > 0)
+        slot = table[at, head, place]
+        made.step.place[head, name], is_late = slot, number % 3 == 0
+        late[slot, head] = is_late
+        table[at, head, place] = -1 - name - LATE * is_late
+    keys = made.keys.clone()
+    made.keys.masked_fill_(late[:, None, :, None], float("nan"))
+    attend_by_triton(*there, found, 0.2, share=2, turn=1)
+    assert made.step.arrived.any(), "not all splits have come"
+    made.keys.copy_(keys)
+    attend_by_triton(*there, found, 0.2, share=2, turn=2)
+    assert torch.equal(found, expected)
+    attend_by_triton(*there, after, 0.2, share=2, turn=3)
+    assert torch.equal(after, expected)
 
 
 @pytest.mark.parametrize("group", [4, 40])

@@ -37,21 +37,23 @@ def steps(layers: int = 1, **changed: Any) -> SparseSteps:
 def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
     share: float, offloaded: bool
 ) -> None:
-    """Whatever the number of sequences, and without a wait; one more kernel recalls blocks that are
-    off the device. In the first step of 16 the blocks are copied to the host for the dashboard;
+    """Whatever the number of sequences, and without a wait; two more kernels where blocks are off
+    the device: one fetches what is in no slot, and attention to that waits for it. In the first
+    step of 16 the blocks are copied to the host for the dashboard;
     which blocks must be digested is sent, too."""
     made = steps(layers=3, topk_share=share)
     filled = made.run(TOKENS, 90_000, offloaded=offloaded)
-    recall = ["fetch_blocks"] * offloaded
+    assert not any(step % 16 for step in made._layers[0].store.rows.stride()[:-1]), "bytes at once"
+    recall, attend = ["fetch_blocks"] * offloaded, ATTENDED * (1 + offloaded)
     assert (
         filled.device
-        == ["_to_copy"] + SENT + ["digest_blocks", *CHOSEN, *SEEN, *recall, *ATTENDED] * 3
+        == ["_to_copy"] + SENT + ["digest_blocks", *CHOSEN, *SEEN, *recall, *attend] * 3
     )
     for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
         if len(lengths) > 1:
             made.run(*lengths, offloaded=offloaded)
         again = made.run(*lengths, offloaded=offloaded)
-        assert again.device == SENT + [*CHOSEN, *recall, *ATTENDED] * 3
+        assert again.device == SENT + [*CHOSEN, *recall, *attend] * 3
         assert again.waits == filled.waits == []
 
 
@@ -73,7 +75,7 @@ def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPa
     settings = replace(SEED, offload_boundary=1 << 30, gate=False)
     made = SparseSteps(LLAMA, settings, layers=2)
     steps: dict[int, list[Any]] = {}
-    each = [*CHOSEN, "fetch_blocks", *ATTENDED]
+    each = [*CHOSEN, "fetch_blocks", *ATTENDED * 2]
     for lengths in (
         [TOKENS] * 3, [50_000], [300, 36_900, 40_960], [128], [90_000, 90_112, 5], [5, 6, 7],
     ):  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvrecall.attention.digest import Layout, coded_width
+from kvrecall.attention.digest import LOADED_BYTES, Layout, coded_width
 from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Split
 from kvrecall.attention.settings import RetrievalSettings
@@ -163,11 +163,12 @@ class DigestStore:
         device: torch.device | None = None,
         by_block: bool = False,
     ) -> None:
-        """``by_block``: all heads' digests of a block lie side by side, as the pool keeps them;
-        otherwise all blocks' of a head do."""
+        """``by_block``: all heads' digests of a block lie side by side, as the pool keeps them, and
+        each row is padded by zeros, for a GPU; otherwise all blocks' of a head do."""
         self.layout = layout
         self._shape = shape
-        self._size = shape.kv_heads, coded_width(layout.kind.parts * shape.head_dim)
+        width, whole = layout.kind.parts * shape.head_dim, LOADED_BYTES if by_block else 1
+        self._size = shape.kv_heads, coded_width(width, whole)
         self._device = device
         self._by_block = by_block
         self._blocks = blocks
@@ -213,7 +214,8 @@ class DigestStore:
     def _new(self, rows: int) -> torch.Tensor:
         heads, width = self._size
         size = (self._blocks, heads) if self._by_block else (heads, self._blocks)
-        made = torch.empty(*size, rows, width, dtype=torch.int8, device=self._device)
+        make = torch.zeros if self._by_block else torch.empty
+        made = make(*size, rows, width, dtype=torch.int8, device=self._device)
         return made.transpose(0, 1) if self._by_block else made
 
 

@@ -66,7 +66,7 @@ from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, StepWor
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import most_of_ranks, padded_requests, replays_graphs
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event
+from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event, Stream
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -82,6 +82,9 @@ _MOST_UNSEEN = 16
 
 _SAMPLED = 4
 """Blocks of the sequence that is attended to before the engine serves."""
+
+FORKS = True
+"""Whether blocks are fetched beside attention to those that are there: a launch more in a layer."""
 
 _TOLD_EVERY_S = 10.0
 """While kernels are compiled."""
@@ -135,7 +138,8 @@ class DeviceSelection(RetrievalLayer):
             if one.split.middle and one.offloaded is not None and not one.offloaded.is_readable:
                 self._fetch_by_host(plan, at, one.offloaded, residency)
         addresses = self._kernel.numbers.addresses
-        kernels.fetch_by_triton(plan, residency, addresses, self._cache)
+        fetch = partial(kernels.fetch_by_triton, plan, residency, addresses, self._cache)
+        plan.fetched = self._kernel.beside(fetch)
 
     def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
@@ -184,7 +188,9 @@ class DeviceSelection(RetrievalLayer):
         while self._unseen and self._unseen[0][0].is_reached():
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
-                found = _places_of(self._chosen(table, at, split).numpy(), blocks)
+                named = self._chosen(table, at, split).numpy()
+                named = np.where(named < 0, named | kernels.LATE, named)  # none is late by now
+                found = _places_of(named, blocks)
                 self.note_selected(split, found)
         width = max(one.split.init + one.split.chosen for one in step.sequences)
         some = max(1, FETCHED_BYTES // (self._shape.kv_heads * 4 * width))
@@ -239,6 +245,7 @@ class TritonKernel(AttentionKernel):
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
         self._buffers: StepBuffers | None = None
+        self._fetches: Stream | None = None
 
     def measure(
         self, settings: RetrievalSettings, graphs: bool = False, rounds: int = 20
@@ -294,13 +301,16 @@ class TritonKernel(AttentionKernel):
 
         def recall() -> None:
             """Of a sequence whose blocks are all there, so that nothing is read."""
-            away, rows = self._sample_step(settings, recalls=True).plan, layer.store.rows
+            away, rows = self._sample_step(settings, recalls=True), layer.store.rows
             held = DeviceResidency(self.shape.kv_heads, len(cache), len(cache), self.counts.totals)
-            kernels.choose_by_triton(query, rows, away, 1.0, bounds, rows, held)
-            away.missed.zero_()
+            kernels.choose_by_triton(query, rows, away.plan, 1.0, bounds, rows, held)
+            away.plan.missed.zero_()
             addresses = torch.zeros(len(cache), dtype=torch.int64, device=self.device)
             for one in (cache, by_tokens):
-                kernels.fetch_by_triton(away, held, addresses, one)
+                fetch = partial(kernels.fetch_by_triton, away.plan, held, addresses, one)
+                away.plan.fetched = self.beside(fetch)
+            for of in terms:
+                self.attend(query, cache, away, output, of)
             self.counts.totals.zero_()
             source, nbytes = np.array([cache.data_ptr()]), cache[0].nbytes
             device.move(source, source + nbytes, kernels.Piece(1, nbytes, 0))
@@ -398,8 +408,27 @@ class TritonKernel(AttentionKernel):
         output: torch.Tensor,
         parameters: AttentionParameters,
     ) -> None:
-        halves, of = self._halves(kv_cache), parameters
-        kernels.attend_by_triton(query, *halves, step.plan, output, of.scale, of.softcap, of.sinks)
+        plan, of, halves = step.plan, parameters, self._halves(kv_cache)
+        terms = of.scale, of.softcap, of.sinks
+        attend = partial(kernels.attend_by_triton, query, *halves, plan, output, *terms)
+        if plan.fetched is None:
+            attend(turn=0 if plan.place is None else 3)
+            return
+        attend(turn=1)
+        device_of(self.device).current().wait(plan.fetched)
+        attend(turn=2)
+
+    def beside(self, fetch: Callable[[], None]) -> Event | None:
+        """Queues what fetches chosen blocks beside what follows; the event when they are there.
+        None: before it. In a graph that is captured the streams fork and join."""
+        if not FORKS:
+            fetch()
+            return None
+        if self._fetches is None:  # made by ``warm``, before a graph is captured
+            self._fetches = device_of(self.device).stream("fetches")
+        self._fetches.wait(device_of(self.device).current().record())
+        self._fetches.run(fetch)
+        return self._fetches.record()
 
     def hold(self, blocks: int) -> int:
         """The layers' caches have so many blocks. Returns what exceeds every number of a block off

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvrecall.attention.digest import coded_width
+from kvrecall.attention.digest import LOADED_BYTES, coded_width
 from kvrecall.attention.kernels.device import StepBuffers
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.config import RecallSettings
@@ -100,7 +100,7 @@ def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
         kv += spec.page_size_bytes
         if layer_index(name) >= settings.dense_layers:
             layout = settings.layout(size, narrows=False)
-            width = coded_width(layout.kind.parts * spec.head_size)
+            width = coded_width(layout.kind.parts * spec.head_size, LOADED_BYTES)
             digests = spec.num_kv_heads * layout.rows * width
             here += digests + CHECKSUM_BYTES + 3 * 4 * spec.num_kv_heads
             left += digests + 4 * spec.num_kv_heads

@@ -93,6 +93,10 @@ class AcceleratorStream(Stream):
         assert isinstance(event, StreamEvent)
         self._stream.wait_event(event.event)
 
+    def run(self, work: Callable[[], None]) -> None:
+        with self._stream:
+            work()
+
     def copy(self, batch: Batch) -> None:
         locks = tuple(self._locks.values())
         for lock in locks:

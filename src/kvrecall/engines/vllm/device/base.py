@@ -173,6 +173,10 @@ class Stream(ABC):
         block this thread."""
 
     @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Queues the kernels that the work launches."""
+
+    @abstractmethod
     def copy(self, batch: Batch) -> None:
         """Queues the copies, in one call of the driver; between page-locked host memory and the
         device, either way."""

@@ -54,6 +54,9 @@ class InlineStream(Stream):
     def wait(self, event: Event) -> None:
         return
 
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
     def copy(self, batch: Batch) -> None:
         if not self._helpers or batch.nbytes < _WORTH_SHARING:
             batch.copy_here()
