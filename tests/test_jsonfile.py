@@ -159,7 +159,7 @@ def test_samples_as_printed(name: str, spot: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"\xef\xbb\xbf{}", ["1:1", "byte-order mark"]),
+        (b"\xef\xbb\xbf{,}", [":1:2: "]),
         ("{}".encode("utf-16"), ["UTF-16"]),
         (b'{"a":\n "\xff"}', ["2:3", "0xff", "not UTF-8"]),
         ('{"名": "值"}'.encode("gbk"), ["not UTF-8"]),

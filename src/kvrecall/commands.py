@@ -52,7 +52,7 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if not console.is_terminal:
         yield lambda *_: None
         return

@@ -39,11 +39,6 @@ MISTAKEN_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "tru
 MISTAKEN_WORDS |= {"FALSE": "false", "NULL": "null", "undefined": "null"}
 FULL_WIDTH = {"：": ":", "，": ",", "｛": "{", "｝": "}", "［": "[", "］": "]", "、": ","}
 QUOTES = "“”„‟〝〞＂'"
-_BOMS = (
-    (codecs.BOM_UTF8, "a UTF-8 byte-order mark"),
-    (codecs.BOM_UTF16_LE, "a UTF-16 byte-order mark"),
-    (codecs.BOM_UTF16_BE, "a UTF-16 byte-order mark"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +128,9 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: {why}") from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: is larger than {MAX_BYTES >> 20} MiB, the limit")
-    for mark, name in _BOMS:
-        if raw.startswith(mark):
-            raise ConfigError(f"{path}:1:1: starts with {name}; save it as UTF-8 without one")
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(f"{path}:1:1: is UTF-16; save the file as UTF-8")
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # of editors on Windows; MindIE reads over it, too
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -188,7 +188,7 @@ def stat(
         if json:
             typer.echo(msgspec.json.encode(overview).decode())
             return
-        console = Console()
+        console = Console(emoji=False)
         if once or not console.is_terminal:
             console.print(overview_of(overview, None, 0.0))
             return
@@ -307,7 +307,7 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
                 if json:
                     typer.echo(msgspec.json.encode(result).decode())
                 elif isinstance(result, Listing):
-                    Console().print(listing_of(result))
+                    Console(emoji=False).print(listing_of(result))
                 else:
                     print(shown_as(result, order))
             if isinstance(order, Verify) and result["damaged"]:

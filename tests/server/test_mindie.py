@@ -429,7 +429,7 @@ def test_the_command_line_wins(
         path, replace(NOTHING, **{k: v for k, v in beside.items() if k != "whole_pool"}), whole
     )
     assert found(plan) == value
-    (told,) = (each for each in plan.notes if each.startswith("the command line overrides"))
+    (told,) = (each for each in plan.notes if each.startswith("the file is overridden"))
     assert note in told
 
 

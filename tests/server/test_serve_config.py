@@ -104,7 +104,7 @@ def test_what_has_no_effect_is_logged_once(live: LiveServer) -> None:
 def test_the_command_line_wins_over_the_file(live: LiveServer) -> None:
     """The server answers on its port, and vLLM has its batch size."""
     lines = live.log.splitlines()
-    (wins,) = (line for line in lines if "the command line overrides the file" in line)
+    (wins,) = (line for line in lines if "the file is overridden by" in line)
     assert f"--port {httpx.URL(live.url).port} (file: " in wins
     assert "--max-num-seqs 6 (file: 8)" in wins
     assert live.management.get("/v1/config").json()["maxBatchSize"] == 6

@@ -10,6 +10,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Report:
             table.add_column(column, justify="right" if index else "left")
         for row in self.rows:
             table.add_row(*row)
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
         console.print(table)
         for note in [*self.notes, *([f"biased {bias}"] if bias else [])]:
             console.print(note, highlight=False, markup=False)

@@ -69,7 +69,7 @@ def _random_model(folder: Path) -> Path:
 
 def _end(verdict: DemoVerdict, as_json: bool) -> NoReturn:
     """Prints the verdict and exits with its status."""
-    verdict.print(Console(width=None if sys.stdout.isatty() else 120), as_json)
+    verdict.print(Console(width=None if sys.stdout.isatty() else 120, emoji=False), as_json)
     raise typer.Exit(0 if verdict.summary()["ok"] else 1)
 
 

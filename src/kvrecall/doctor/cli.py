@@ -53,7 +53,7 @@ def doctor(
     """
     options = {"host_size": host_size, "disk_path": disk_path, "disk_size": disk_size}
     given = {name: value for name, value in options.items() if value is not None}
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     with console.status("looking ...") as status:
         findings = list(examine(model, pool_config, given, not quick, status.update))
     if as_json:
@@ -128,7 +128,7 @@ def _show(findings: list[Finding]) -> None:
         style = _STYLES[each.state]
         cure = f"\n[{style}]-> {escape(each.cure)}[/]" if each.cure else ""
         table.add_row(f"[{style}]{each.state.value}[/]", each.check, escape(each.found) + cure)
-    console = Console()
+    console = Console(emoji=False)
     console.print(table)
     counts = {state: sum(each.state is state for each in findings) for state in Health}
     verdict = "fits" if fits(findings) else f"{counts[Health.BROKEN]} broken"

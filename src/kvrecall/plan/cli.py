@@ -135,7 +135,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _print(report, Console())
+        _print(report, Console(emoji=False))
 
 
 def _tokens(text: str) -> int:
@@ -271,6 +271,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         console.print(command, soft_wrap=True, highlight=False)
     print_records("", report["tiers"], _TIERS, "of all hosts; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     settings = json.dumps(report["settings"])
-    console.print(f"pool.json of each host: {settings}", soft_wrap=True, highlight=False)
+    line = f"pool.json of each host: {settings}"
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
     for warning in report["warnings"]:
-        console.print(f"note: {warning}")
+        console.print(f"note: {warning}", markup=False)

@@ -302,7 +302,7 @@ def _print_rows(rows: Sequence[Row], unit: str, several: bool) -> None:
         f"in {_UNITS[unit]}\nrate: share of blocks {rate};\nbest: {best}",
     )
     for hint in dict.fromkeys(hint for row in rows for hint in row.get("hints", ())):
-        Console().print(f"hint: {hint}", highlight=False, markup=False)
+        Console(emoji=False).print(f"hint: {hint}", highlight=False, markup=False)
 
 
 def _headings(unit: str) -> dict[str, str]:
@@ -328,7 +328,7 @@ def print_records(
             return format_count(value)
         return f"{value:.4f}" if value <= 1 else f"{value:,.2f}"
 
-    console = Console()
+    console = Console(emoji=False)
     keys = [key for key in headings if any(key in row for row in rows)]
     padding = (0, 1) if console.width >= 100 or len(keys) < 10 else 0
     table = Table(title=Text(title), caption=caption, padding=padding)

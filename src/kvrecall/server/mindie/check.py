@@ -65,7 +65,7 @@ def config_example(
 def _show(found: dict[str, Any]) -> None:
     """Prints a report as tables, the problems on stderr."""
     # as wide as the terminal, or wide enough for the tables without one
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
     if found["fields"]:
         console.print(_fields_table(found["fields"]))
     if found["ok"]:
@@ -73,7 +73,7 @@ def _show(found: dict[str, Any]) -> None:
     for kind, style in (("warning", "yellow"), ("note", "dim")):
         for text in found[f"{kind}s"]:
             console.print(f"[{style}]{kind}:[/] {escape(text)}")
-    errors = Console(stderr=True, soft_wrap=True)
+    errors = Console(stderr=True, soft_wrap=True, emoji=False)
     for line in found["problems"]:
         errors.print(escape(f"kvrecall config check: {line}"), highlight=False)
 

@@ -177,7 +177,7 @@ class _Planner:
                 why = f"npuMemSize {size:g} is the size of the device cache; set it to -1"
                 self._warnings.append(f"--{name} is without effect: {why}")
         if wins := [*wins, *self._wins]:
-            self._notes.append(f"the command line overrides the file: {', '.join(wins)}")
+            self._notes.append(f"the file is overridden by {', '.join(wins)}")
 
     def _limits(self) -> Limits:
         deploy, schedule = self._deploy, self._schedule
