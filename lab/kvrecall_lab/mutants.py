@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -16,8 +17,8 @@ import sys
 import time
 import tomllib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -33,7 +34,7 @@ app = typer.Typer(add_completion=False)
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "lab" / "mutants.toml"
 _SOURCE = ROOT / "src"
-_TEST_S = 120  # of one test: one that waits for what never comes has failed
+_TEST_S = 120  # of one test, unless others keep it waiting; beyond, it waits for what never comes
 _CPU_S = 300  # of the tests of one fault
 _BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError")
 
@@ -106,6 +107,9 @@ def main(
     show: Listed = False,
     jobs: Jobs = 2,
     keep: Keep = False,
+    results: Annotated[
+        Path | None, typer.Option(help="What is found is kept there; a run that broke goes on.")
+    ] = None,
 ) -> None:
     """Plant each fault of lab/mutants.toml in a private copy of the sources and run the tests that
     should find it, which must pass without it.
@@ -126,10 +130,25 @@ def main(
         compileall.compile_dir(plain, quiet=2)
         progress = ProgressLines("mutants")
         files = sorted({test.partition("::")[0] for one in chosen for test in one.tests})
-        checks = {file: partial(_unmutated, file, chosen, plain, folder) for file in files}
+        record = Record(results)
+        every = sorted(plain.rglob("*.py"))
+        checks = {
+            file: record.kept(
+                f"as it is: {file}", every, partial(_unmutated, file, chosen, plain, folder)
+            )
+            for file in files
+        }
         before = run_trials(progress, checks, jobs, lambda verdict: verdict.text)
         failing = [file for file, verdict in before.items() if verdict.how != "passes"]
-        trials = {one.name: partial(trial, one, plain, folder, failing) for one in chosen}
+        trials = {
+            one.name: record.kept(
+                one.name,
+                [plain / "kvrecall" / one.file],
+                partial(trial, one, plain, folder, failing),
+                one,
+            )
+            for one in chosen
+        }
         verdicts = run_trials(progress, trials, jobs, lambda verdict: verdict.text).values()
         left = [one for one in verdicts if one.how != "killed"]
         figures = {
@@ -142,6 +161,47 @@ def main(
             "seconds": round(time.monotonic() - began),
         }
         finish(figures, not left)
+
+
+class Record:
+    """Verdicts of this run and of earlier ones, a line of JSON each, in a file, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, Verdict] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                of, told = json.loads(line)
+                self._known[of] = Verdict(**told)
+
+    def kept(
+        self,
+        name: str,
+        sources: Sequence[Path],
+        find: Callable[[], Verdict],
+        one: Fault | None = None,
+    ) -> Callable[[], Verdict]:
+        """``find``, unless its verdict is known: of the same fault in the same ``sources``, by the
+        same test files. One that is not ``killed`` or ``passes`` is looked for again."""
+        tests = (
+            sorted({test.partition("::")[0] for test in one.tests})
+            if one
+            else [name.split(": ")[1]]
+        )
+        digest = hashlib.blake2b(repr((name, one)).encode(), digest_size=8)
+        for path in (*sources, *(ROOT / test for test in tests)):
+            digest.update(path.read_bytes())
+        of = digest.hexdigest()
+
+        def found() -> Verdict:
+            verdict = find()
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([of, asdict(verdict)]) + "\n")
+            return verdict
+
+        known = self._known.get(of)
+        return found if known is None or known.how not in ("killed", "passes") else lambda: known
 
 
 def _unmutated(file: str, chosen: Iterable[Mutant], plain: Path, folder: Path) -> Verdict:
@@ -179,7 +239,8 @@ def _tested(
     """Runs tests on these sources, until the first fails."""
     base = folder / name.replace("/", "-")
     report, log = Path(f"{base}.xml"), Path(f"{base}.log")
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_S}"]
+    test_s = _TEST_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={test_s}"]
     arguments += [f"--junitxml={report}", *tests]
     with _nursery() as nursery:
         status, cpu_s = nursery.run(source, arguments, log, most_cpu_s)

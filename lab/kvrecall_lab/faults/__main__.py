@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -49,15 +51,17 @@ def faults(
         survived = list(_uncaught(seeds, first, jobs, progress))
         finish({"mutants": len(MUTANTS), "survived": survived}, not survived)
     began, every = time.monotonic(), list[Outcome]()
-    for outcomes in in_processes(range(first, first + seeds), jobs):
-        every += outcomes
-        for one in outcomes:
-            if not one.verdicts.is_good:
-                progress(f"seed {one.seed}, {one.kind}: {one.verdicts.lines()[0]}")
-        progress(f"{len(every)}/{seeds} schedules")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # what was found by then is told
+        for outcomes in in_processes(range(first, first + seeds), jobs):
+            every += outcomes
+            for one in outcomes:
+                if not one.verdicts.is_good:
+                    progress(f"seed {one.seed}, {one.kind}: {one.verdicts.lines()[0]}")
+            progress(f"{len(every)}/{seeds} schedules")
     seconds = time.monotonic() - began
-    rate = round(60 * seeds / seconds)
-    is_good = all(one.verdicts.is_good for one in every)
+    rate = round(60 * len(every) / seconds)
+    is_good = len(every) == seeds and all(one.verdicts.is_good for one in every)
     finish(summed(every) | {"per_minute": rate, "seconds": round(seconds)}, is_good)
 
 

@@ -234,9 +234,10 @@ class Machine:
     # -- for its threads -------------------------------------------------------------------
 
     def me(self) -> Task:
-        if self.is_dead or self.current is None:
+        current = self.current
+        if self._is_dead or current is None or current.process.is_dead:
             raise Dead
-        return self.current
+        return current
 
     def turn(self) -> None:
         """Others may run here."""
@@ -258,8 +259,7 @@ class Machine:
 
     def _away(self) -> None:
         self.hub.switch()
-        if self.is_dead:
-            raise Dead
+        self.me()
 
     def wake(self, task: Task) -> None:
         if task.is_parked:

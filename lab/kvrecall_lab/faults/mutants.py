@@ -210,6 +210,21 @@ MUTANTS = (
         ("memory",),
     ),
     Mutant(
+        "a page that is read at a later try is not damaged", index, "_unfit",
+        "if code is None or int(code[1]) & 0xFF not in _NOT_DAMAGE:", "if True:",
+        ("cut",), (Fault(frozenset({"read"}), errno.EIO, 26, 3),),
+    ),
+    Mutant(
+        "rows that are read at a later try are not lost", index, "_read_again",
+        "if tries == 1 or is_damage(error):", "if True:",
+        ("cut",), (Fault(frozenset({"read"}), errno.EIO, 41, 2),),
+    ),
+    Mutant(
+        "a disk that allows no index for a while stores again", engine.DiskEngine, "recover",
+        "if is_closing():", "if True:",
+        ("lies",), (Fault(frozenset({"read", "create", "rename"}), errno.EIO, 41, 1000),),
+    ),
+    Mutant(
         "blocks that cannot be compressed end no thread", flusher.Flusher, "_pack",
         "except (OSError, MemoryError) as error:", "except ZeroDivisionError as error:",
         ("memory",),

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +59,10 @@ class Oracle:
         self.began: dict[BlockKey, float] = {}  # when a block was first committed, in true seconds
         self.now: Callable[[], float] = lambda: 0.0  # true seconds
         self.ttl_s = float("inf")
+        self.damaged = 0  # blocks that left the disk so, in this life
+        self.unread: Callable[[], int] = lambda: (
+            0
+        )  # reads of blocks that failed in it: each may one
         self.is_sound = True  # no medium breaks a promise of its own
 
     # -- as a watcher ----------------------------------------------------------------------
@@ -72,11 +76,18 @@ class Oracle:
             self.verdicts.lost.append(f"{key.hex()[-6:]} expired before its time")
         if tier is TierName.DISK:
             self.removals[key] += 1
+            self.damaged += cause in _DAMAGE
             self.pinned.discard(key)
             if key in self.acknowledged:
-                if cause in _DAMAGE and self.is_sound:
+                if cause in _DAMAGE and self.is_sound and self.damaged > self.unread():
                     self.verdicts.lost.append(f"{key.hex()[-6:]} left the disk: {cause}")
                 del self.acknowledged[key]
+
+    def dropped(self, keys: Iterable[BlockKey]) -> None:
+        """Before a client drops them; of those that are not recovered yet no removal is told."""
+        self.pinned.difference_update(keys)
+        for key in keys:
+            self.acknowledged.pop(key, None)
 
     # -- what a client sees ----------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import logging
 import mmap
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,6 +112,7 @@ class World:
             larger if self.kind == "squeeze" else self.chance.choice((_DISK_BYTES, larger))
         )
         self.disk.direct = self.chance.choice(("", "", "aligned", "refused"))
+        self.disk.keeps_pages = self.round % 2 == 0
         self.slots = self.chance.choice((12, 24, 60))
         chains = self.chance.choice((4, 12, 24))
         self.chains = [
@@ -140,6 +142,7 @@ class Life:
         self.refused = ""  # why the pool did not open
         self.logged: list[str] = []
         world.oracle.now = lambda: world.wall_at_boot + self.machine.now
+        world.oracle.damaged, world.oracle.unread = 0, lambda: self.system.unread
         self.pool: Pool
         self.disk: DiskTier
 
@@ -255,7 +258,7 @@ class Life:
         self._check_idle()
         if world.oracle.ttl_s != float("inf"):
             self._clock_steps(1.0)
-            self._wait(self._is_expired, "the life of blocks", 2.5 * world.oracle.ttl_s)
+            self._wait(self._is_expired, "the life of blocks", 2.5 * world.oracle.ttl_s, 3.0)
         began = self._ran_s()
         self.pool.close(10.0)
         if (took := self._ran_s() - began) > 10.0 + _LATE_S:
@@ -327,7 +330,7 @@ class Life:
             self.pool.drop(keys)
             self._store(keys)
 
-        self.world.oracle.pinned.difference_update(keys)
+        self.world.oracle.dropped(keys)
         self._get(keys, 10.0, drop)
 
     def _get(
@@ -387,7 +390,7 @@ class Life:
 
     def _drop(self) -> None:
         keys = self.chance.sample(self._keys(), 1)
-        self.world.oracle.pinned.difference_update(keys)
+        self.world.oracle.dropped(keys)
         self.pool.admin.drop(keys)
 
     def _pin(self) -> None:
@@ -406,7 +409,7 @@ class Life:
                     oracle.pinned.add(key)
 
     def _clear(self) -> None:
-        self.world.oracle.pinned.clear()
+        self.world.oracle.dropped([*self.world.oracle.acknowledged, *self.world.oracle.pinned])
         self.pool.clear()
 
     def _resize(self) -> None:
@@ -425,13 +428,15 @@ class Life:
 
     # -- what must be true -----------------------------------------------------------------
 
-    def _wait(self, until: Callable[[], bool], what: str, most_s: float = _IDLE_S) -> bool:
+    def _wait(
+        self, until: Callable[[], bool], what: str, most_s: float = _IDLE_S, every_s: float = 0.1
+    ) -> bool:
         end = self.machine.now + most_s
         while not until():
             if self.machine.now > end:
                 self.world.oracle.verdicts.stuck.append(f"{what} does not end")
                 return False
-            self.machine.sleep(0.1)
+            self.machine.sleep(every_s)
         return True
 
     def _is_expired(self) -> bool:
@@ -443,7 +448,7 @@ class Life:
         engine = self.disk._engine
 
         def is_told() -> bool:
-            is_off = engine.is_index_failing or engine._is_broken or self.disk._flusher._broken
+            is_off = engine.is_index_failing or self.disk._flusher._broken
             stats = self.disk.stats()
             is_shown = bool(self.logged and stats.errors + stats.full)
             return is_shown or not (is_off or self.disk._store.full)
@@ -537,7 +542,16 @@ def on_disk(system: System) -> Iterator[None]:
     """Inside, the pool's system calls are those of ``system``."""
     memory = Names(mmap, mmap=system.mmap)
     libc = Names(index._LIBC, fallocate=system.fallocate)
+    plain = index._plain
+
+    def without_pages(path: Path) -> sqlite3.Connection:
+        connection = plain(path)
+        connection.execute("PRAGMA cache_size = 0")
+        return connection
+
     with contextlib.ExitStack() as stack:
+        if not system.disk.keeps_pages:
+            stack.enter_context(patch.object(index, "_plain", without_pages))
         stack.enter_context(system.in_place())
         stack.enter_context(patch.object(index, "_LIBC", libc))
         for module in (slabs, reclaimer, codec, disk_tier):

@@ -18,7 +18,7 @@ from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock, check_room, refusal
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, aside_bytes, is_damage
+from kvrecall.pool.disk.index import AGAIN_S, MAX_ROWS, WAL_BYTES, Index, aside_bytes, is_damage
 from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SLAB_BITS, FileIo, SlabStore, slab_of
 from kvrecall.pool.lockfile import leads_to
 
@@ -56,7 +56,6 @@ class DiskEngine:
         """Bytes on the medium above the limit, since that was lowered."""
         self.is_index_failing = False
         """Whether the index could not be written when last tried."""
-        self._is_broken = False  # the medium allows no index; blocks are served, and none is stored
         try:
             doubt = check_room(config.path, config.capacity_bytes)
         except OSError as error:
@@ -156,7 +155,7 @@ class DiskEngine:
         """Closes what no thread uses any more. ``flushed``: the flusher's has ended; ``read``: the
         readers' have."""
         if flushed:
-            self.index.close(not (self._is_broken or self.is_index_failing))
+            self.index.close(not self.is_index_failing)
         if flushed and read:
             self.store.close()
             self._lock.release()
@@ -168,26 +167,18 @@ class DiskEngine:
     def recover(self, is_closing: Callable[[], bool]) -> bool:
         """Reads the index, once, before anything is stored: only then it is known which slots are
         free. A block is served from the moment its row was read; when all were, they are ranked for
-        eviction. False if the tier is closing, or the medium allows no index."""
+        eviction. False if the tier is closing."""
         taken = {slab.number: array("q") for slab in self.store.slabs()}
         try:
             try:
                 if not self._read_rows(taken, is_closing):
                     return False
             except sqlite3.Error as error:
-                try:  # with what was found
-                    self._begin_anew(str(error))
-                except (sqlite3.Error, OSError) as failure:
-                    self._is_broken = True
-                    _LOG.error(
-                        "disk tier: cannot read the index of %s (%s) or start a new one (%s); "
-                        "stores no more blocks until a restart",
-                        self.config.path,
-                        error,
-                        failure,
-                    )
-                    return False
-                self.counters.add(errors=1)
+                self.counters.fault("the index cannot be read", error)
+                while not self.renew_index(str(error)):  # with what was found
+                    if is_closing():
+                        return False
+                    time.sleep(AGAIN_S)
             for number, addresses in taken.items():
                 self.store.place(number, addresses)
             return self.catalog.rank_rest(is_closing)
@@ -278,14 +269,16 @@ class DiskEngine:
                 self.renew_index(str(error))
             return False
 
-    def renew_index(self, why: str) -> None:
-        """Goes on with a new index of the same blocks, if the medium allows one."""
+    def renew_index(self, why: str) -> bool:
+        """Goes on with a new index of the same blocks. False if the medium does not allow one."""
         self.is_index_failing = True
         try:
             self._begin_anew(why)
-            self.is_index_failing = False
         except (sqlite3.Error, OSError) as error:
             self.counters.fault("a new index cannot be started", error)
+            return False
+        self.is_index_failing = False
+        return True
 
     def _begin_anew(self, why: str) -> None:
         """Sets a damaged index aside and writes a new one, of the blocks that are known by now.

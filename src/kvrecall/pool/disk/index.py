@@ -20,10 +20,12 @@ import re
 import shutil
 import sqlite3
 import tempfile
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -66,17 +68,13 @@ if sqlite3.sqlite_version_info < (3, 37):  # such as RHEL 9's: it has no STRICT
     _SCHEMA = tuple(re.sub(r" STRICT,?", "", statement) for statement in _SCHEMA)
 _MARKS = ",".join("?" * 11)  # for a row of blocks
 _PARTS = msgspec.json.Decoder(tuple[tuple[str, str], ...])
+_T = TypeVar("_T")
 _NOT_DAMAGE = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_READONLY,
-}
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY,
+}  # fmt: skip
 """Codes of errors that say nothing of what is in the file."""
+_READ_TRIES, AGAIN_S = 3, 1.0  # of what the medium does not read, and how far apart
 
 
 class DamagedIndex(sqlite3.DatabaseError):
@@ -88,6 +86,17 @@ def is_damage(error: Exception) -> bool:
     access, fails."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     return isinstance(error, sqlite3.DatabaseError) and code not in _NOT_DAMAGE
+
+
+def _read_again(read: Callable[[], _T], tries: int = _READ_TRIES) -> _T:
+    """Its result, at a later try if the medium fails."""
+    try:
+        return read()
+    except sqlite3.Error as error:
+        if tries == 1 or is_damage(error):
+            raise
+    time.sleep(AGAIN_S)
+    return _read_again(read, tries - 1)
 
 
 def _sum(*fields: object) -> int:
@@ -242,8 +251,8 @@ class Index:
         """All rows, in parts of neighbouring addresses: first the part with the row used last, so
         that what is asked for next is most likely among the first. With each part the addresses of
         those rows in it that are damaged, which are left out."""
-        for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
-            yield self._read("address BETWEEN ? AND ?", first, last)
+        for _, first, last in sorted(_read_again(self._parts), key=lambda part: -part[0]):
+            yield _read_again(partial(self._read, "address BETWEEN ? AND ?", first, last))
 
     def _read(self, where: str, *values: int) -> tuple[list[IndexRow], list[int]]:
         """The rows for which ``where`` is true, and the addresses of the damaged among them. Raises
@@ -274,20 +283,20 @@ class Index:
             rows.append(IndexRow(address, key, above, depth, nbytes, tag, last, whose, pinned))
         return rows, bad
 
-    def _parts(self) -> Iterator[tuple[int, int, int]]:
+    def _parts(self) -> list[tuple[int, int, int]]:
         """Parts of all rows: the latest use in it, its first and its last address."""
         query = (
             "SELECT coalesce(max(CAST(used AS INTEGER)), 0), min(address), max(address) FROM"
             " (SELECT used, address FROM blocks WHERE address > ? ORDER BY address LIMIT ?)"
         )
-        last = -1
+        last, parts = -1, list[tuple[int, int, int]]()
         while True:
             found = self._connection.execute(query, (last, _READ_AT_ONCE)).fetchone()
             if found[1] is None:
-                return
+                return parts
             if not last < found[1] <= found[2]:
                 raise DamagedIndex("its rows are out of order")
-            yield found
+            parts.append(found)
             last = found[2]
 
     def pinned_keys(self) -> list[BlockKey]:
@@ -582,8 +591,13 @@ def _unfit(path: Path, trusting: bool = False) -> str:
                 return ""
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
-            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            said = " ".join(verdict.decode(errors="replace").split())
+            for _ in range(_READ_TRIES):
+                verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                said = " ".join(verdict.decode(errors="replace").split())
+                code = re.search(r"error code=(\d+)", said)  # of a page that could not be read
+                if code is None or int(code[1]) & 0xFF not in _NOT_DAMAGE:
+                    break
+                time.sleep(AGAIN_S)
             return "" if said == "ok" else f"it is damaged ({said})"
     except (sqlite3.DatabaseError, ValueError) as error:
         if isinstance(error, sqlite3.Error) and not is_damage(error):
