@@ -54,6 +54,10 @@ LATE = 1 << 30
 """Greater than every number of a block off the device. A table adds it to the numbers of those that
 are in no slot yet."""
 
+OVERLAPS = False
+"""Whether programs of the next kernel begin while the last ones of a kernel end (programmatic
+dependent launch, of NVIDIA's GPUs from capability 9.0 on). Not yet timed."""
+
 _ALIGNED = 16
 _MOST_COMPILED = 4096
 _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
@@ -341,6 +345,7 @@ def choose_by_triton(
         GROUP=step.group, PADDED=max(16, next_power(step.group)), HEADS=next_power(step.group),
         DIM=dim, WIDE=max(32, next_power(dim)), ROWS=rows, TILE=tile, TILES=_TILES_A_PROGRAM,
         BOUNDS=bounds, RECALLS=residency is not None, CHUNK=chunk, SEARCH=SEARCHED * chunk,
+        **_overlapping(),
     )  # fmt: skip
 
 
@@ -427,9 +432,14 @@ def attend_by_triton(
         GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
         SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None, WHOLE=pages is not None,
-        TURN=turn,
+        TURN=turn, **_overlapping(turn),
         num_warps=warps_of(wide, keys.element_size()),
     )  # fmt: skip
+
+
+def _overlapping(turn: int = 0) -> dict[str, bool]:
+    """Not of what waits for another stream, too."""
+    return {"OVERLAPS": True, "launch_pdl": True} if OVERLAPS and turn < 2 else {"OVERLAPS": False}
 
 
 def warps_of(wide: int, element_size: int) -> int:

@@ -49,6 +49,15 @@ jit = partial(triton.jit, do_not_specialize=SIZES, do_not_specialize_on_alignmen
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def begin_overlapped(OVERLAPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """With ``OVERLAPS`` the program began before the kernel launched before it has ended, and waits
+    for it here, before it reads anything; and it lets the next one begin so."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def middle_blocks(  # type: ignore[no-untyped-def]
     fact, blocks, names, at, there, width, most_slots, RECALLS: tl.constexpr
 ):  # fmt: skip
@@ -372,6 +381,7 @@ def choose_blocks(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     BOUNDS: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, part)`` finds the best digest of its share of the middle blocks, at least
     ``TILES`` times ``TILE`` of them, for each of the row's query heads: a logit for each. The row's
@@ -382,6 +392,7 @@ def choose_blocks(  # type: ignore[no-untyped-def]
     ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
     coordinates ``DIM`` are real, of ``PADDED`` query heads ``GROUP``.
     """
+    begin_overlapped(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     fact = facts + row // kv_heads * FACTS
     middle = tl.load(fact + MIDDLE)
@@ -495,7 +506,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
-    TURN: tl.constexpr,
+    TURN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
     + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
@@ -511,6 +522,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
     ``PADDED`` query heads ``GROUP``. Numerically stable in one pass (online softmax), in float32.
     """
+    begin_overlapped(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     fact = facts + row // kv_heads * FACTS
     length = tl.load(fact + LENGTH)

@@ -20,6 +20,7 @@ from kvrecall.attention.kernels import triton_kernels as kernels
 from kvrecall.attention.kernels.device import blocks_at_once, warps_of
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+CAPABILITY = int(sys.argv[1])
 TYPES = dict.fromkeys(("facts", "blocks", "names", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
 TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "page_at": "*i64", "cache": "i64"}
@@ -43,6 +44,7 @@ def uses() -> Any:
         fixed = {**sizes, "SPLITS": 64, "PADDED": 16, "TILE": 64, "key_dim": 1}
         for whole, turn in ((False, 0), (True, 0), (False, 1)):
             of = {**fixed, "value_dim": 1, "WHOLE": whole, "TURN": turn}
+            of["OVERLAPS"] = CAPABILITY >= 90 and turn == 1
             yield kernels.attend_rows, {**TYPES, **pointers}, of
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
@@ -53,7 +55,7 @@ def uses() -> Any:
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
         fixed |= {"TILES": 4, "SEARCH": device.SEARCHED * blocks_at_once(group)}
         for left in (False, True):
-            chosen = {**fixed, "RECALLS": left}
+            chosen = {**fixed, "RECALLS": left, "OVERLAPS": CAPABILITY >= 90 and left}
             yield kernels.choose_blocks, {**TYPES, **pointers}, chosen
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
@@ -77,7 +79,7 @@ def main(capability: int) -> None:
             size = torch_type(types["keys"]).itemsize
             options = {"num_warps": warps_of(fixed["WIDE"], size)}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        check(kernel, made.asm["ptx"])
+        check(kernel, made.asm["ptx"], fixed.get("OVERLAPS", False))
         print(kernel.__name__, fixed, "spills", spills(made.asm["ptx"], capability))
 
 
@@ -87,12 +89,14 @@ def torch_type(pointer: str) -> torch.dtype:
     return names[pointer]
 
 
-def check(kernel: Any, assembly: str) -> None:
+def check(kernel: Any, assembly: str, overlaps: bool) -> None:
     """What no interpreter shows: a row's programs count themselves in the device's order of memory,
     each when all its threads have written and before any of them reads on, and not through caches
     that are for constants. Buffers' sizes are not compiled in. And no digest, key or value is
-    loaded byte by byte."""
-    acts = re.findall(r"bar\.sync|(?:ld|st|atom)\.global[.\w]*", assembly)
+    loaded byte by byte. Programs that begin early read nothing before they have waited."""
+    acts = re.findall(r"bar\.sync|griddep\w*\.wait|(?:ld|st|atom)\.global[.\w]*", assembly)
+    assert (acts[0] == "griddepcontrol.wait") == overlaps
+    assert acts.count("griddepcontrol.wait") == overlaps
     counts = [at for at, one in enumerate(acts) if one == "atom.global.gpu.acq_rel.add.u32"]
     assert len(counts) == (kernel in (kernels.choose_blocks, kernels.attend_rows))
     for at in counts:
@@ -115,4 +119,4 @@ def spills(assembly: str, capability: int) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(CAPABILITY)

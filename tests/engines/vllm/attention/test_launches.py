@@ -4,7 +4,7 @@ and the gate that follows from it."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from kvrecall.attention import selection
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
 from kvrecall_lab.engines import counting as meta
@@ -207,3 +208,56 @@ def test_only_launches_of_one_compiled_kernel_are_alike() -> None:
         alike += key in seen
         assert seen.setdefault(key, (told, sizes, key[0])) == (told, sizes, key[0])
     assert alike > 1000
+
+
+class Forked(meta.MetaDevice):
+    """Says what is queued on which of its streams."""
+
+    on, said = "main", list[str]()
+
+    def stream(self, name: str) -> Any:
+        return ForkedStream(name)
+
+    def current(self) -> Any:
+        return ForkedStream(self.on)
+
+
+@dataclass
+class ForkedStream:
+    name: str
+
+    def record(self) -> Any:
+        Forked.said.append(f"{self.name} told")
+        return self.name
+
+    def wait(self, event: str) -> None:
+        Forked.said.append(f"{self.name} waits for {event}")
+
+    def run(self, work: Any) -> None:
+        Forked.on = self.name
+        work()
+        Forked.on = "main"
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_what_is_missed_is_fetched_beside_attention_to_the_rest(
+    forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams of a layer fork when its blocks are chosen, and join before the second turn."""
+
+    def launch(name: str, *_: Any, **sizes: Any) -> None:
+        turn = f" {sizes['TURN']}" if "TURN" in sizes else ""
+        Forked.said.append(f"{Forked.on}: {name}{turn}")
+
+    monkeypatch.setattr(cuda, "FORKS", forks)
+    monkeypatch.setattr(kernels, "_launch", launch)
+    monkeypatch.setattr(meta, "MetaDevice", Forked)
+    made = steps(layers=2)
+    made.run(TOKENS, offloaded=True)
+    Forked.said.clear()
+    made.run(TOKENS, offloaded=True)
+    fork = ["main told", "fetches waits for main", "fetches: fetch_blocks", "fetches told"]
+    ends = [*fork, "main: attend_rows 1", "main waits for fetches", "main: attend_rows 2"]
+    if not forks:
+        ends = ["main: fetch_blocks", "main: attend_rows 3"]
+    assert Forked.said[-len(ends) * 2 - 2 :] == ["main: choose_blocks", *ends] * 2

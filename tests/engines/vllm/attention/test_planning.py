@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from engines.vllm.attention.sequences import shape_of
+from kvrecall.attention.selection import DeviceSpeed
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, HeatTotals
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
@@ -152,3 +154,36 @@ def test_read_back_where_the_runner_does_not_tell(builder: Builder) -> None:
     runner.step_blocks.clear()
     with pytest.raises(NotImplementedError, match="no data"):
         builder.build(0, common_of([500], [1]))
+
+
+def test_builders_of_a_pipeline_stage_agree_among_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each when it is made; another stage may have fewer, and would never answer."""
+    asked: list[str] = []
+
+    def reduce(most: torch.Tensor, _: Any, group: str) -> None:
+        asked.append(group)
+        most += 2
+
+    for name in ("tp", "pp"):
+        group = SimpleNamespace(world_size=2, cpu_group=name)
+        monkeypatch.setattr(f"vllm.distributed.get_{name}_group", lambda group=group: group)
+    monkeypatch.setattr("torch.distributed.all_reduce", reduce)
+    kernel = SimpleNamespace(
+        warm=lambda *_: None,
+        measure=lambda *_: DeviceSpeed(),
+        overhead_bytes=5,
+        most=SimpleNamespace(left=0),
+    )
+    for name in ("TritonKernel", "most_of", "replays_graphs"):
+        monkeypatch.setattr(cuda, name, lambda *_: kernel)
+    monkeypatch.setattr(cuda, "active_settings", RetrievalSettings)
+    layer = SimpleNamespace(num_heads=4, logits_soft_cap=None, sinks=None, scale=1.0)
+    made: Any = object.__new__(cuda.TritonBuilder)
+    made.device, made.vllm_config, made.block_size = META, None, BLOCK
+    made._impls, made.specs = lambda: {"layer": layer}, dict
+    made.get_cudagraph_support = lambda *_: AttentionCGSupport.NEVER
+    spec = SimpleNamespace(num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    assert made.make_kernel(spec).overhead_bytes == 7
+    assert asked == ["tp"]
