@@ -11,12 +11,13 @@ from kvrecall.attention.settings import MODES, Regime, RetrievalSettings
 from kvrecall.errors import ConfigError
 
 
-def test_defaults_are_the_seeds() -> None:
-    settings = RetrievalSettings.from_environ({"PATH": "/bin"})
-    assert settings == RetrievalSettings()
-    assert (settings.init_tokens, settings.local_tokens) == (1024, 7192)
-    assert settings.topk_share == 0.2
-    assert (settings.dense_boundary, settings.offload_boundary) == (32768, 65536)
+@pytest.mark.parametrize(("mode", "own"), [("default", (2048, 0.1)), ("retrievalkv", (7192, 0.2))])
+def test_defaults(mode: str, own: tuple[int, float]) -> None:
+    settings = RetrievalSettings.from_environ({"PATH": "/bin", "VLLM_RETRIEVAL_MODE": mode})
+    assert (settings.local_tokens, settings.topk_share) == own
+    lengths = settings.init_tokens, settings.dense_boundary, settings.offload_boundary
+    assert lengths == (1024, 32768, 65536)
+    assert mode != "default" or settings == RetrievalSettings()
 
 
 def test_every_variable_is_read() -> None:

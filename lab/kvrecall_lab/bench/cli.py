@@ -39,7 +39,7 @@ _OURS = {
         "for both alike: loopback instead of a network, one request at a time",
     ),
     "decode": (
-        "Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults.",
+        "Attention of a decoded token: dense, and by retrieval with its defaults.",
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out",
     ),

@@ -43,15 +43,15 @@ def measure_decode(
     ] = "64K",
     shares: Annotated[
         str, typer.Option("--shares", "--share", help="Shares of the middle blocks selected.")
-    ] = "0.2",
+    ] = "0.1",
     digest: Annotated[str, typer.Option(help="bounds or mean.")] = "bounds",
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
-    local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 7192,
+    local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 2048,
     rounds: Times = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
     **settings: Any,
 ) -> Report:
-    """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
+    """Attention of a decoded token: dense, and by retrieval with its defaults; from
     65,536 tokens on also with the middle blocks off the device. Fails if retrieval does not act, if
     selecting every block differs from dense attention, or if offloaded blocks give another
     result."""

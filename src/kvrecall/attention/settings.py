@@ -73,16 +73,16 @@ def _one_of(names: Mapping[str, object], default: str, variable: str, text: str)
 @dataclass(frozen=True, slots=True)
 class RetrievalSettings:
     """The settings, each declared once: default, variable, text, allowed values. Lengths are
-    tokens. The first five are openGauss RetrievalKV's, with its defaults."""
+    tokens. The first five are openGauss RetrievalKV's, whose defaults ``_in_mode`` has."""
 
     init_tokens: int = _count(
         1024, "INIT_TOKENS_NUM", "first tokens of a sequence, to which every step attends"
     )
     local_tokens: int = _count(
-        7192, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
+        2048, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
     )
     topk_share: float = _setting(
-        0.2,
+        0.1,
         "TOPK_PERCENT",
         "share of the middle blocks that a step selects",
         "a share in (0, 1]; 0.2 selects a fifth of the middle blocks",
@@ -140,7 +140,7 @@ class RetrievalSettings:
         "MODE",
         f"{RETRIEVALKV}: as openGauss's document describes it. One mean key per block, every "
         "layer by retrieval, no gate, boundaries compared with the length of the prompt; of the "
-        "other settings only the first five, CACHE_PERCENT and INDEX",
+        "other settings the first five (defaults 7192, 0.2), CACHE_PERCENT and INDEX",
     )
 
     def __post_init__(self) -> None:
@@ -204,7 +204,8 @@ class RetrievalSettings:
             _require(
                 free, name, given.get(own), f"left out with {PREFIX}MODE={mode}, which fixes it"
             )
-        return cls(**_ungated({**fixed, **given}))
+        document = {"local_tokens": 7192, "topk_share": 0.2} if mode == RETRIEVALKV else {}
+        return cls(**_ungated({**fixed, **document, **given}))
 
     def regime(self, tokens: int, prompt_tokens: int) -> Regime:
         """The regime of a sequence that is ``tokens`` long, of which its prompt has

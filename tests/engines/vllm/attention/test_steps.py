@@ -80,9 +80,9 @@ def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptur
     ("settings", "longest", "said"),
     [
         (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 17152 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 14_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
-        (RetrievalSettings(dense_boundary=0), 9_000, "than a step selects of them, at least 32;"),
+        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 11904 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 9_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(dense_boundary=0), 5_000, "than a step selects of them, at least 32;"),
         (replace(FEW, init_tokens=10**400), 100_000, "lower VLLM_RETRIEVAL_INIT_TOKENS_NUM"),
         (replace(FEW, dense_boundary=9_000), 9_080, "decode sparsely from 9000 tokens on"),
         (replace(FEW, dense_boundary=9_079), 9_080, "decode sparsely from 9079 tokens on"),
