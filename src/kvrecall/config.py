@@ -496,8 +496,8 @@ class Settings(BaseModel):
         "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
     lookup_deadline: float = _of_engine(
-        "seconds that a request waits for the remote store's answer to a lookup; longer, where the "
-        "answer is worth more: 8 % of the computing that it may save",
+        "seconds that a request waits for the remote store's answer to a lookup, or 8 % of the "
+        "computing it may save, if longer",
         0.05,
         kind="seconds",
         gt=0,
