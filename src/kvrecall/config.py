@@ -212,7 +212,7 @@ class PoolConfig:
     terms: PoolTerms = PoolTerms()
     encryption_key_file: Path | None = None  # encrypts what is written to disk or remote stores
     remote: RemoteConfig | None = None
-    lookup_deadline_s: float = 0.05  # maximum wait of a request for the remote tier's answer
+    lookup_deadline_s: float = 0.05  # of a request, for the remote tier's answer
     host_most_bytes: int = 0  # maximum size of the host at run time; 0 = ``host_bytes``
 
 
@@ -496,7 +496,8 @@ class Settings(BaseModel):
         "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
     lookup_deadline: float = _of_engine(
-        "maximum seconds that a request waits for the remote store's answer to a lookup",
+        "seconds that a request waits for the remote store's answer to a lookup, or 8 % of the "
+        "computing it may save, if longer",
         0.05,
         kind="seconds",
         gt=0,

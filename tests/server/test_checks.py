@@ -126,11 +126,10 @@ def test_help_is_fast_and_without_engine() -> None:
 def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     example = kvrecall("config", "example").stdout
-    line = example[: example.index('"modelWeightPath"')].count("\n")
-    path.write_text("\n" * (99 - line) + example)  # on line 100: `:100:` is an emoji to rich
+    above = example.partition('"modelWeightPath"')[0].count("\n")
+    path.write_text("\n" * (99 - above) + example)  # `:100:` is an emoji to rich
     done = kvrecall("config", "check", str(path))
-    assert done.returncode == 2
-    assert ":100:" in done.stderr
+    assert (done.returncode, ":100:" in done.stderr) == (2, True)
     assert "modelWeightPath is '/path/to/the/model'; there is no such folder" in done.stderr
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")

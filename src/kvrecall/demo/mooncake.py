@@ -108,7 +108,7 @@ class MooncakeDemo:
         automatically."""
         for number in range(_TRIES):
             time.sleep(_PAUSE_S)
-            text, prompt = f"text {number + 1}", f"Note {number + 1}. " + self._long[:12_000]
+            text, prompt = f"text {number + 1}", f"Note {number + 1}. " + self._long[:36_000]
             self._ask("A", text, prompt, "master restarted")
             self.servers["A"].settle()
             answer = self._ask("B", text, prompt, "master restarted")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.bench.report import engine_version
+from kvrecall.engines.base import miss_text
 from kvrecall.errors import EngineError
 from kvrecall.processes.command import ProgressLines
 from kvrecall.processes.server import Answer, ServerProcess
@@ -182,8 +183,10 @@ class DemoVerdict:
         raise NotImplementedError
 
     def remarks(self) -> Iterator[str]:
-        """Lines below the table."""
-        yield from ()
+        """Lines below the table; here, why prompts were computed that had been seen before."""
+        for row in self.rows:
+            if row.answer.missed.get("reason", "new") != "new":
+                yield f"{', '.join(self.labels_of(row))}: {miss_text(row.answer.missed)}"
 
     def labels_of(self, row: Row) -> Sequence[str]:
         raise NotImplementedError
@@ -290,6 +293,7 @@ class TierVerdict(DemoVerdict):
 
     def remarks(self) -> Iterator[str]:
         yield "device, host, disk, computed: where each prompt's tokens came from"
+        yield from super().remarks()
         hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
         same = "bit-identical" if len(hits) == 1 else "NOT bit-identical"
         yield f"log-probabilities after a device, host and disk hit: {same}"
@@ -300,10 +304,7 @@ class TierVerdict(DemoVerdict):
         else:
             yield "the weights are random: only the equality of answers is meaningful"
         if missed := [tier for tier in self.tiers if not self.recalled(tier)]:
-            yield (
-                f"nothing came from {' and '.join(missed)}: kvrecall computes what it expects to "
-                "load more slowly; on a busy machine, repeat the demo"
-            )
+            yield f"nothing came from {' and '.join(missed)}: the reasons are above"
 
 
 def times(factor: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ Progress = Callable[[str], None]
 class Answer:
     """The result of a request.
 
-    ``recalled``: prompt tokens by device, host, disk, remote, computed. ``ttft_s``, ``last_s``:
-    seconds from sending the request to its first and last token at the client; ``tpot_s``: per
-    token after the first. Behind a long prompt, and with random weights, it may be the decoder's
-    time: vLLM's goes over all of the prompt for each token until an answer's bytes are characters.
+    ``recalled``: prompt tokens by tier, and computed; ``missed``: why these. ``ttft_s``,
+    ``last_s``: seconds from sending the request to its first and last token at the client;
+    ``tpot_s``: per token after the first. Behind a long prompt of random weights it may be the
+    decoder's: vLLM's reads all of it for each token until an answer's bytes are characters.
     """
 
     prompt_tokens: int
@@ -42,6 +42,7 @@ class Answer:
     text: str
     ttft_s: float
     last_s: float
+    missed: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tpot_s(self) -> float:
@@ -185,9 +186,11 @@ def generate(
     final = events[-1] if events else {}
     if "token" not in final or not final.get("details"):
         raise EngineError(f"the stream ended early: {json.dumps(final)[:500]}")
+    recalled = final["details"]["recall"]
     return Answer(
+        missed=recalled.pop("missed", None) or {},
         prompt_tokens=final["details"]["prompt_tokens"],
-        recalled={k: v for k, v in final["details"]["recall"].items() if k != "missed"},
+        recalled=recalled,
         tokens=tuple(event["token"]["id"] for event in events),
         logprobs=tuple(event["token"]["logprob"] for event in events),
         text=final["generated_text"],

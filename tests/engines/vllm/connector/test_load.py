@@ -158,9 +158,9 @@ def test_a_load_of_another_speed_counts_for_a_tenth() -> None:
 
 def test_few_blocks_tell_a_latency_and_no_bandwidth() -> None:
     it = costs(None, ms_per_token=1)
-    it.saw_load(DISK, 1, 0.5, whole=True)
+    it.saw_load(DISK, 1, 0.5, asked=1)
     assert it.plan((DISK,) * 179, 0).blocks == 179
-    it.saw_load(DISK, 8, 4.0, whole=True)
+    it.saw_load(DISK, 8, 4.0, asked=8)
     assert it.plan((DISK,) * 179, 0).blocks < 179
 
 
@@ -175,7 +175,7 @@ def test_the_first_wait_is_bounded_by_the_least_that_computing_can_take() -> Non
     it = LoadCostModel(128, MB, 10.0, least_token_seconds=0.001)
     plan = it.plan((DISK,) * 50, 0)
     assert plan.blocks == 50
-    assert 0.1 <= plan.patience_s <= 0.7
+    assert 1.0 <= plan.patience_s <= 2.0, "a third of the 6.4 s that it saves"
 
 
 def test_a_tier_that_is_passed_over_is_tried_again() -> None:

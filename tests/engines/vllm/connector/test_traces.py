@@ -278,7 +278,7 @@ class Traced:
 
 
 @pytest.mark.parametrize(
-    ("choice", "after_s", "outcome"), [("auto", 0.9, "given_up"), ("load", 20.0, "late")]
+    ("choice", "after_s", "outcome"), [("auto", 2.9, "given_up"), ("load", 20.0, "late")]
 )
 def test_a_load_that_is_not_waited_for(
     slow: SlowPool, collected: tuple[str, Spans], choice: str, after_s: float, outcome: str

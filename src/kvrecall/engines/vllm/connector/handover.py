@@ -26,8 +26,8 @@ class Handover(enum.Enum):
 
 @dataclass(slots=True)
 class Wait:
-    """A bounded wait for blocks that the pool may get: at most ``longest_s`` from the first time
-    that they were not there. Times are seconds of the scheduler side's clock; no step waits."""
+    """A bounded wait for blocks that the pool may get: ``longest_s`` from the first time that they
+    were not there. Times are seconds of the scheduler side's clock; no step waits."""
 
     longest_s: float
     _until: float | None = None
@@ -37,10 +37,10 @@ class Wait:
         """Whether the pool was asked a moment ago."""
         return self._until is not None and now < min(self._next, self._until)
 
-    def goes_on(self, now: float) -> bool:
-        """They are not there: whether to ask again later."""
+    def goes_on(self, now: float, worth_s: float = 0.0) -> bool:
+        """They are not there: whether to ask again later. ``worth_s``: waits as long, if longer."""
         if self._until is None:
-            self._until = now + self.longest_s
+            self._until = now + max(self.longest_s, worth_s)
         self._next = now + LOOK_EVERY_S
         return now < self._until
 

@@ -33,10 +33,10 @@ _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
 _MOST_TIMED = 64  # steps whose time is still to be reported
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
-_PROBE_EVERY = 4  # a tier that is passed over is tried again so often
-_PROBE_AFTER_S = 5.0  # and when nothing was loaded from it for so long
+_PROBE_EVERY, _PROBE_AFTER_S = 4, 5.0  # tried again: a tier passed over so often, or so long
 _FEW = 8  # blocks: fewer tell no bandwidth
-_RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
+RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
+_FIRST_SHARE = 0.3  # for a tier's first load: nor is it known yet what deep tokens cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +125,17 @@ class LoadCostModel:
             self._prefill.saw(tokens, depth, seconds)
 
     @nicety("the estimate of costs")
-    def saw_load(self, tier: TierName, blocks: float, seconds: float, whole: bool = False) -> None:
-        """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
-        included. Those that did not arrive in time lower the bandwidth; few that did do not."""
+    def saw_load(self, tier: TierName, blocks: float, seconds: float, asked: int = _FEW) -> None:
+        """At most ``blocks`` of ``asked`` blocks arrived from ``tier`` within ``seconds`` of the
+        request, queues included. A few do not lower the bandwidth: a moment is late for them."""
         self._seen_at[tier] = self._clock()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
-        if whole and blocks < _FEW and rate < (known or float("inf")):
+        if asked < _FEW and rate < (known or float("inf")):
             return
         if known is None or not known / 2 <= rate <= 2 * known:
-            self._bandwidth[tier] = rate  # a tier that stalls, or has recovered: believed at once
-        else:
-            self._bandwidth[tier] = _MEMORY * known + (1 - _MEMORY) * rate
+            known = rate  # a tier that stalls, or has recovered: believed at once
+        self._bandwidth[tier] = _MEMORY * known + (1 - _MEMORY) * rate
 
     @nicety(
         "the estimate of costs",
@@ -172,7 +171,8 @@ class LoadCostModel:
                 best += 1
                 return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
         worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
-        patience_s = min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S))
+        share = RISK_SHARE if tiers[-1] in self._bandwidth else _FIRST_SHARE
+        patience_s = min(self._deadline_s, max(share * worth, _LEAST_PATIENCE_S))
         return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
 
     @nicety("the estimate of costs", 0.0)
@@ -282,9 +282,8 @@ class PrefixLoad:
             self.given_up = self.pending_s > gained + self.patience_s
             if not self.given_up:
                 return False
-        for ticket in self.tickets[len(self.whole) :]:
-            self.pool.release(ticket)
-        del self.tickets[len(self.whole) :]
+        while len(self.tickets) > len(self.whole):
+            self.pool.release(self.tickets.pop())
         self.offsets = [()] * len(self.hit.runs)
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
             self.offsets[number] += recall.offsets
@@ -293,13 +292,15 @@ class PrefixLoad:
         # seen pending. Lost ones (a damaged file, a dead service) say nothing about speed.
         elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
         seconds = elapsed or self.pending_s
+        late = self.portions[len(self.whole)][1] if self.given_up else 0  # may come at once
         for tier in {tier for run in self.hit.runs for tier in run.tiers} - {TierName.HOST}:
-            came = sum(
+            most = late + sum(
                 recall.tiers.count(tier) * self.hit.runs[number].weight
                 for (number, _), recall in zip(self.portions, self.whole, strict=False)
             )
-            if seconds > 0 and (came or self.given_up):
-                self.costs.saw_load(tier, came, seconds, not self.was_late)
+            if seconds > 0 and most:
+                asked = sum(run.tiers.count(tier) for run in self.hit.runs)
+                self.costs.saw_load(tier, most, seconds, asked)
         return True
 
     @property

@@ -21,7 +21,7 @@ from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, 
 from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
-from kvrecall.engines.vllm.connector.load import LoadCostModel, PrefixLoad
+from kvrecall.engines.vllm.connector.load import RISK_SHARE, LoadCostModel, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters, Observers, SchedulerEvents
 from kvrecall.engines.vllm.connector.miss import MissExplainer
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner, StateOf, Trusted
@@ -221,7 +221,8 @@ class RecallScheduler:
         blocks = -(-(limit - start) // self._facts.block_size)
         self._events.looked_up(state, now, blocks, search)
         if search.is_pending:
-            if loading.lookup.goes_on(now):
+            seconds = self.costs.compute_seconds((start + limit) // 2 // self._facts.block_size)
+            if loading.lookup.goes_on(now, RISK_SHARE * blocks * seconds):
                 return None
             self._events.lookup_late(state, start if search.hit is None else search.hit.end)
         if search.used and not loading.dependents_touched:
