@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from kvrecall.pool import Pool, clock
+from kvrecall.pool import Pool, clock, entries
 from kvrecall.pool.disk import catalog, codec, engine, flusher, index, reclaimer, slabs, tier
 from kvrecall.pool.remote import tier as remote
 from kvrecall.pool.service import client, link, server, sessions
@@ -223,6 +223,22 @@ MUTANTS = (
         "a disk that allows no index for a while stores again", engine.DiskEngine, "recover",
         "if is_closing():", "if True:",
         ("lies",), (Fault(frozenset({"read", "create", "rename"}), errno.EIO, 41, 1000),),
+    ),
+    Mutant(
+        "blocks that go with their slab count as evicted", entries.EntryTable, "_leave",
+        "self.evictions += cause in MADE_ROOM",
+        "self.evictions += cause is Cause.QUOTA",
+        ("squeeze",),
+    ),
+    Mutant(
+        "an index that fails is told", catalog.DiskCounters, "fault",
+        'self.warn(f"{what}: {error}")', "pass",
+        ("sync", "error"),
+    ),
+    Mutant(
+        "an index that fails is counted", catalog.DiskCounters, "fault",
+        "self.add(errors=1)", "pass",
+        ("sync", "error"),
     ),
     Mutant(
         "blocks that cannot be compressed end no thread", flusher.Flusher, "_pack",

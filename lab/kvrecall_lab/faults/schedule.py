@@ -229,6 +229,7 @@ class Life:
             self.pool.register(space, nbytes)
         oracle = world.oracle
         oracle.present.clear()
+        oracle.evicted.clear()
         self.pool.watch(oracle)
         for _ in self.pool.sweep(oracle):
             pass
@@ -525,6 +526,8 @@ class Life:
             "hits": (stats.hits, self.found),
             "blocks in the host": (stats.tiers[0].blocks, len(oracle.present[TierName.HOST])),
             "blocks on disk": (stats.tiers[1].blocks, len(oracle.present[TierName.DISK])),
+            "evicted from the host": (stats.tiers[0].evictions, oracle.evicted[TierName.HOST]),
+            "evicted from disk": (stats.tiers[1].evictions, oracle.evicted[TierName.DISK]),
         }
         wrong = [
             f"{what}: {n} counted, {seen} seen" for what, (n, seen) in told.items() if n != seen
