@@ -61,9 +61,7 @@ class Oracle:
         self.now: Callable[[], float] = lambda: 0.0  # true seconds
         self.ttl_s = float("inf")
         self.damaged = 0  # blocks that left the disk so, in this life
-        self.unread: Callable[[], int] = lambda: (
-            0
-        )  # reads of blocks that failed in it: each may one
+        self.unread: Callable[[], int] = lambda: 0  # reads that failed: each may cost a block
         self.is_sound = True  # no medium breaks a promise of its own
 
     # -- as a watcher ----------------------------------------------------------------------
