@@ -34,6 +34,11 @@ def test_no_fault_breaks_a_promise() -> None:
     assert figures["acknowledged"] > 500
 
 
+def test_a_slab_whose_header_is_not_read_at_once_stays() -> None:
+    figures = faults("--seed", "6516")
+    assert not any(_broken(figures).values()), figures["said"]
+
+
 def test_nothing_is_kept_of_machines_that_are_dead() -> None:
     count = """
 import gc
