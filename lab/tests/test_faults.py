@@ -29,14 +29,9 @@ def test_no_fault_breaks_a_promise() -> None:
     """`make faults` runs thousands."""
     figures = faults("--seeds", str(14 * len(KINDS)))
     assert not any(_broken(figures).values()), figures["said"]
-    assert figures["cuts"] > 200
-    assert figures["faults"] > 200
+    assert min(figures["cuts"], figures["faults"]) > 200
     assert figures["acknowledged"] > 500
-
-
-def test_a_slab_whose_header_is_not_read_at_once_stays() -> None:
-    figures = faults("--seed", "6516")
-    assert not any(_broken(figures).values()), figures["said"]
+    assert not any(_broken(faults("--seed", "6516")).values()), "a header was not read at once"
 
 
 def test_nothing_is_kept_of_machines_that_are_dead() -> None:
