@@ -130,22 +130,17 @@ def main(
         compileall.compile_dir(plain, quiet=2)
         progress = ProgressLines("mutants")
         files = sorted({test.partition("::")[0] for one in chosen for test in one.tests})
-        record = Record(results)
-        every = sorted(plain.rglob("*.py"))
+        record, every = Record(results), sorted(map(str, plain.rglob("*.py")))
         checks = {
-            file: record.kept(
-                f"as it is: {file}", every, partial(_unmutated, file, chosen, plain, folder)
-            )
+            file: record.kept(partial(_unmutated, file, chosen, plain, folder), file, *every, file)
             for file in files
         }
         before = run_trials(progress, checks, jobs, lambda verdict: verdict.text)
         failing = [file for file, verdict in before.items() if verdict.how != "passes"]
         trials = {
             one.name: record.kept(
-                one.name,
-                [plain / "kvrecall" / one.file],
                 partial(trial, one, plain, folder, failing),
-                one,
+                *(str(one), f"{plain}/kvrecall/{one.file}", *one.tests),
             )
             for one in chosen
         }
@@ -168,39 +163,23 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._known: dict[str, Verdict] = {}
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                of, told = json.loads(line)
-                self._known[of] = Verdict(**told)
+        lines = path.read_text().splitlines() if path is not None and path.exists() else ()
+        self._known = {of: Verdict(**told) for of, told in map(json.loads, lines)}
 
-    def kept(
-        self,
-        name: str,
-        sources: Sequence[Path],
-        find: Callable[[], Verdict],
-        one: Fault | None = None,
-    ) -> Callable[[], Verdict]:
-        """``find``, unless its verdict is known: of the same fault in the same ``sources``, by the
-        same test files. One that is not ``killed`` or ``passes`` is looked for again."""
-        tests = (
-            sorted({test.partition("::")[0] for test in one.tests})
-            if one
-            else [name.split(": ")[1]]
-        )
-        digest = hashlib.blake2b(repr((name, one)).encode(), digest_size=8)
-        for path in (*sources, *(ROOT / test for test in tests)):
-            digest.update(path.read_bytes())
-        of = digest.hexdigest()
+    def kept(self, find: Callable[[], Verdict], of: str, *files: str) -> Callable[[], Verdict]:
+        """``find``, or what it found before ``of`` the same and with the same ``files``, if that
+        was good."""
+        parts = [of.encode(), *((ROOT / one.partition("::")[0]).read_bytes() for one in files)]
+        digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
         def found() -> Verdict:
             verdict = find()
             if self._path is not None:
                 with self._path.open("a") as file:
-                    file.write(json.dumps([of, asdict(verdict)]) + "\n")
+                    print(json.dumps([digest, asdict(verdict)]), file=file)
             return verdict
 
-        known = self._known.get(of)
+        known = self._known.get(digest)
         return found if known is None or known.how not in ("killed", "passes") else lambda: known
 
 

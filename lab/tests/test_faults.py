@@ -29,9 +29,9 @@ def test_no_fault_breaks_a_promise() -> None:
     """`make faults` runs thousands."""
     figures = faults("--seeds", str(14 * len(KINDS)))
     assert not any(_broken(figures).values()), figures["said"]
-    assert figures["cuts"] > 200
-    assert figures["faults"] > 200
+    assert min(figures["cuts"], figures["faults"]) > 200
     assert figures["acknowledged"] > 500
+    assert not any(any(_broken(faults("--seed", one)).values()) for one in ("6169", "6516"))
 
 
 def test_nothing_is_kept_of_machines_that_are_dead() -> None:

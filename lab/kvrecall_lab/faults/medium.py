@@ -93,9 +93,8 @@ class Disk:
         self._count = 0
         self.changes: list[Entry] = []
         self.names: dict[str, Inode] = {}
-        self.direct = (
-            ""  # "aligned": O_DIRECT works; "refused": it does not; "": it is not asked for
-        )
+        # "aligned": O_DIRECT works; "refused": it does not; "": it is not asked for
+        self.direct = ""
         self.keeps_pages = True  # of SQLite's files, in memory: what is read twice is read once
         self.folder = self._new_folder()
 
@@ -230,7 +229,6 @@ class System:
     def __init__(self, machine: Machine, disk: Disk, troubles: Troubles) -> None:
         self.machine, self.disk, self.troubles = machine, disk, troubles
         self.calls = self.faults = 0
-        self.unread = 0  # reads of blocks that failed
         self.failed: Counter[str] = Counter()  # calls, by their kind
         self.was_cut = self.has_ended = False
         self.fds: dict[int, Inode | None] = {}  # open files; None: the folder
@@ -386,11 +384,7 @@ class System:
         early = self.machine.chance.random() < 0.5
         if early and not self.is_dead:
             got = int(real(fd, buffers, offset, flags))
-        try:
-            self._enter("read")
-        except OSError:
-            self.unread += 1
-            raise
+        self._enter("read")
         if not early:
             got = int(real(fd, buffers, offset, flags))
         self.spoil(inode, buffers, offset)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrecall.block import BlockKey, TierName
-from kvrecall.pool.changes import Cause
+from kvrecall.pool.changes import MADE_ROOM, Cause
 
 _DAMAGE = (Cause.CORRUPT, Cause.LOST)
 
@@ -56,13 +56,12 @@ class Oracle:
         self.pinned: set[BlockKey] = set()
         self.removals: Counter[BlockKey] = Counter()  # from the disk
         self.present: dict[TierName, set[BlockKey]] = defaultdict(set)
+        self.evicted: Counter[TierName] = Counter()  # in this life
         self.began: dict[BlockKey, float] = {}  # when a block was first committed, in true seconds
         self.now: Callable[[], float] = lambda: 0.0  # true seconds
         self.ttl_s = float("inf")
         self.damaged = 0  # blocks that left the disk so, in this life
-        self.unread: Callable[[], int] = lambda: (
-            0
-        )  # reads of blocks that failed in it: each may one
+        self.unread: Callable[[], int] = lambda: 0  # reads that failed: each may cost a block
         self.is_sound = True  # no medium breaks a promise of its own
 
     # -- as a watcher ----------------------------------------------------------------------
@@ -72,6 +71,7 @@ class Oracle:
 
     def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None:
         self.present[tier].discard(key)
+        self.evicted[tier] += cause in MADE_ROOM
         if cause is Cause.EXPIRED and self.now() - self.began[key] < self.ttl_s:
             self.verdicts.lost.append(f"{key.hex()[-6:]} expired before its time")
         if tier is TierName.DISK:

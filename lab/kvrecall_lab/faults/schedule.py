@@ -107,10 +107,8 @@ class World:
             self.compression, self.is_sealed = "none", False
             del spaces[1:]
             self.spaces = {spaces[0]: 262_144}
-        larger = 12 << 20
-        self.disk_bytes = (
-            larger if self.kind == "squeeze" else self.chance.choice((_DISK_BYTES, larger))
-        )
+        room = _DISK_BYTES, 12 << 20
+        self.disk_bytes = room[1] if self.kind == "squeeze" else self.chance.choice(room)
         self.disk.direct = self.chance.choice(("", "", "aligned", "refused"))
         self.disk.keeps_pages = self.round % 2 == 0
         self.slots = self.chance.choice((12, 24, 60))
@@ -142,7 +140,7 @@ class Life:
         self.refused = ""  # why the pool did not open
         self.logged: list[str] = []
         world.oracle.now = lambda: world.wall_at_boot + self.machine.now
-        world.oracle.damaged, world.oracle.unread = 0, lambda: self.system.unread
+        world.oracle.damaged, world.oracle.unread = 0, lambda: self.system.failed["read"]
         self.pool: Pool
         self.disk: DiskTier
 
@@ -229,6 +227,7 @@ class Life:
             self.pool.register(space, nbytes)
         oracle = world.oracle
         oracle.present.clear()
+        oracle.evicted.clear()
         self.pool.watch(oracle)
         for _ in self.pool.sweep(oracle):
             pass
@@ -525,6 +524,8 @@ class Life:
             "hits": (stats.hits, self.found),
             "blocks in the host": (stats.tiers[0].blocks, len(oracle.present[TierName.HOST])),
             "blocks on disk": (stats.tiers[1].blocks, len(oracle.present[TierName.DISK])),
+            "evicted from the host": (stats.tiers[0].evictions, oracle.evicted[TierName.HOST]),
+            "evicted from disk": (stats.tiers[1].evictions, oracle.evicted[TierName.DISK]),
         }
         wrong = [
             f"{what}: {n} counted, {seen} seen" for what, (n, seen) in told.items() if n != seen

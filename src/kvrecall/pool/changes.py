@@ -26,6 +26,10 @@ class Cause(enum.StrEnum):
     RESIZED = "resized"  # blocks of its namespace have another size now
 
 
+MADE_ROOM = (Cause.CAPACITY, Cause.QUOTA)
+"""Causes that count as evictions, and leave what lower tiers have."""
+
+
 class Watcher(Protocol):
     """Is told of every block that enters a tier or leaves it. In a remote tier, which other hosts
     change too: of those that this pool stores there, and then finds missing.

@@ -16,7 +16,7 @@ from typing import Any
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.accounts import Accounts
-from kvrecall.pool.changes import Cause, Watchers
+from kvrecall.pool.changes import MADE_ROOM, Cause, Watchers
 from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, policy_over
 from kvrecall.pool.eviction.base import NumberRefs, RequestUse
@@ -270,6 +270,7 @@ class EntryTable(ABC):
         for watcher in self.watchers:
             watcher.removed(self._tier, self._names.key(number), cause)
         self.departures.note_n(number, cause)
+        self.evictions += cause in MADE_ROOM
         self._displace(number)
         state = self._state.cells
         if state[number] & PINNED:

@@ -209,5 +209,4 @@ class Evictor:
         for block in blocks:
             writer.withdrawn(block)
             self._host.free(block)
-        self._host.evictions += len(blocks)
         return len(blocks)

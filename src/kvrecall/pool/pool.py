@@ -40,7 +40,7 @@ from kvrecall.pool.base import (
     check_parents,
 )
 from kvrecall.pool.cascade import Cascade
-from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.changes import MADE_ROOM, Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.departures import Departures, Refusal
@@ -72,7 +72,6 @@ _REFUSED = Reservation(Verdict.REFUSED)
 _UNKNOWN = Absence(Presence.UNKNOWN)
 _MOST_NAMESPACES = 64  # of which a block that is in none of its own is looked up
 _MOST_UNREADABLE = 4096
-_MADE_ROOM = (Cause.CAPACITY, Cause.QUOTA)  # causes that leave what lower tiers have
 _UNGOT = {Outcome.CORRUPT: Cause.CORRUPT, Outcome.ERROR: Cause.CORRUPT}
 
 
@@ -381,7 +380,7 @@ class Pool:
                     return self._below_has(disk.name)
                 if departure is not None and (left is None or departure.at > left.at):
                     tier, left = disk.name, departure
-            if left is not None and not (is_silent and left.what in _MADE_ROOM):
+            if left is not None and not (is_silent and left.what in MADE_ROOM):
                 is_refusal = isinstance(left.what, Refusal)
                 kind = Presence.REFUSED if is_refusal else Presence.GONE
                 return Absence(kind, tier, left.what, left.at)

@@ -265,6 +265,7 @@ def test_closing_waits_no_longer_for_rows_than_it_may(
     delete, clock = Index.delete, ManualClock()
 
     def slowly(this: Index, addresses: Sequence[int]) -> None:
+        wait_until(lambda: opened._flusher._closing_at is not None)
         clock.advance(0.2)
         delete(this, addresses)
 

@@ -107,18 +107,25 @@ def test_pinned_blocks_outlive_a_lowered_limit(tmp_path: Path) -> None:
     assert bench.get(MOVED) == [Outcome.LOADED] * 20
 
 
+def test_blocks_of_a_slab_that_is_given_to_another_size_are_evicted(tmp_path: Path) -> None:
+    bench, large = open_disk(tmp_path, 16 * MIB), namespace("large")
+    for name in "abc":
+        bench.put(chain(NAMESPACE, SLOTS, name))
+    bench.tier.register(large, 2_000_000)
+    assert set(Bench(bench.tier, 4, 2_000_000).put(chain(large, 2))) == {Outcome.STORED}
+    assert (stats := bench.tier.stats()).evictions == 3 * SLOTS + 2 - stats.blocks > 0
+
+
 def test_a_slab_with_a_pinned_block_is_not_given_to_another_size(tmp_path: Path) -> None:
-    bench = open_disk(tmp_path, 16 * MIB)
+    bench, large = open_disk(tmp_path, 16 * MIB), namespace("large")
     kept = []
     for name in range(40):
         keys = chain(NAMESPACE, 40, str(name))
         bench.put(keys)
         kept += keys[:2]
         bench.tier.catalog.pin(keys[:2])
-    large = namespace("large")
     bench.tier.register(large, 2_000_000)
-    big = Bench(bench.tier, slots=4, block_bytes=2_000_000)
-    assert set(big.put(chain(large, 2))) == {Outcome.SHED}
+    assert set(Bench(bench.tier, 4, 2_000_000).put(chain(large, 2))) == {Outcome.SHED}
     assert set(bench.get(kept)) == {Outcome.LOADED}
 
 

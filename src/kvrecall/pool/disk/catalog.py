@@ -648,7 +648,6 @@ class Catalog(EntryTable):
                 self.accounts.limited(self._tenant_of(going[0]), evicted=len(going))
             for number in going:
                 self._forget(number, cause)
-            self.evictions += len(going)
         _give_turn()
         self.settle()
         return going

@@ -84,8 +84,9 @@ class DamagedIndex(sqlite3.DatabaseError):
 def is_damage(error: Exception) -> bool:
     """Whether an error means that the file's content is damaged, and not that the medium, or its
     access, fails."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    return isinstance(error, sqlite3.DatabaseError) and code not in _NOT_DAMAGE
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    fails = code & 0xFF in _NOT_DAMAGE and code != sqlite3.SQLITE_IOERR_SHORT_READ  # no such page
+    return isinstance(error, sqlite3.DatabaseError) and not fails
 
 
 def _read_again(read: Callable[[], _T], tries: int = _READ_TRIES) -> _T:

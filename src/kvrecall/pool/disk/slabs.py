@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import struct
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,20 +208,16 @@ class SlabStore:
     def recover(self, used: Collection[int]) -> list[int]:
         """Opens the files of this pool and deletes others. ``used``: the numbers of slabs that hold
         blocks. Returns those whose file is missing, foreign or too short."""
-        present: set[int] = set()
         for path in sorted(self._place.glob("slab-*.kv")):
             slab = self._open_existing(path)
-            if slab is None or slab.number not in used:
-                _LOG.info(
-                    "disk tier: %s/%s: no block of this pool; deleted", self._folder, path.name
-                )
-                path.unlink()
+            if slab is not None and slab.number in used:
+                self._slabs[slab.number] = slab
                 continue
-            present.add(slab.number)
-            self._slabs[slab.number] = slab
-        known = [number for number in (*present, *used) if number < _MOST_SLABS]
+            _LOG.info("disk tier: %s/%s: no block of this pool; deleted", self._folder, path.name)
+            path.unlink()
+        known = [number for number in (*self._slabs, *used) if number < _MOST_SLABS]
         self._numbers = itertools.count(max(known, default=-1) + 1)
-        return [number for number in used if number not in present]
+        return [number for number in used if number not in self._slabs]
 
     def place(self, number: int, used: Iterable[int]) -> None:
         """Makes the free slots of a recovered slab available."""
@@ -240,13 +237,16 @@ class SlabStore:
                 right |= fits & (rest == 0) & (place >= 0) & (place < slab.slots)
         return right
 
-    def _open_existing(self, path: Path) -> Slab | None:
+    def _open_existing(self, path: Path, tries: int = 3) -> Slab | None:
         try:
             with path.open("rb") as file:
                 header = file.read(_HEADER.size)
             magic, version, pool_id, number, slot_bytes, slots = _HEADER.unpack(header)
-        except (struct.error, OSError):
-            return None
+        except (struct.error, OSError) as error:
+            if tries == 1 or not isinstance(error, OSError):
+                return None
+            time.sleep(1.0)  # a medium that fails once costs no slab
+            return self._open_existing(path, tries - 1)
         ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
         if not ours or number >= _MOST_SLABS or path != self._path(number):
             return None
