@@ -156,7 +156,7 @@ def write_metadata(place: Path, version: str) -> None:
 
 
 def _pip(*words: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *words]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
