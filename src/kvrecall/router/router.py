@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
+from kvrecall.engines.base import MISSED, RECALL_HEADER, REPORT, UNIT, Role
 from kvrecall.errors import ConfigError
 from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.addresses import Roster
@@ -58,6 +58,10 @@ _ANSWER_FIELDS = (
 """Fields of a request that affect the answer, not the prompt."""
 
 
+_HELD = {"do_remote_decode": True, "do_remote_prefill": False}
+"""Asks vLLM's own connectors (NIXL, Mooncake) to hold a prompt's blocks for a decode instance."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """Settings from the command line. ``roster``: the instances, as the command line names them and
@@ -86,7 +90,8 @@ class Completion:
     of each by source.
 
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
-    ``expected``: what the decode instance was expected to recall. ``outcome``: how a stream ended.
+    ``expected``: what the decode instance was expected to recall. ``handover``: what it is told of
+    blocks that a prefill instance has. ``outcome``: how a stream ended.
     ``span``: None where nothing is traced. ``unsent``: is closed when no instance will be sent the
     body again; it is not kept then.
     """
@@ -101,6 +106,7 @@ class Completion:
     prefill_split: dict[str, int] = field(default_factory=dict)
     decode_split: dict[str, int] = field(default_factory=dict)
     expected: Expected = field(default_factory=dict)
+    handover: Mapping[str, Any] = field(default_factory=dict)
     outcome: str = "cancelled"
     span: CompletionSpan | None = None
 
@@ -161,7 +167,7 @@ def split_of(value: object) -> dict[str, int]:
 def prompt_only(body: Body) -> Body:
     """``body`` for a prefill instance: the same prompt, one token of an answer."""
     short = {name: raw for name, raw in body.fields.items() if name not in _ANSWER_FIELDS}
-    short |= {"max_tokens": 1, "temperature": 0.0}
+    short |= {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": _HELD}
     if "messages" in short:
         short["max_completion_tokens"] = 1
     if bytes(body.raw("tool_choice")) not in (b"", b'"auto"', b'"none"'):
@@ -246,13 +252,9 @@ class Router:
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
         """The reply for the client. Closes ``held`` when the reply has ended."""
         request.prompt = await self._tokenized(request)
-        outcome, handover = "none", None
         if self.fleet.prefill:
-            outcome, handover = await self._prefill(request)
+            outcome, request.handover = await self._prefill(request)
             self.metrics.prefills.labels(outcome).inc()
-        if handover:
-            given = fields_of(request.body.fields.get("kv_transfer_params", b""))
-            request.body = request.body.but(kv_transfer_params={**given, HANDOVER: handover})
         return await self._decode(request, held)
 
     async def _tokenized(self, request: Completion) -> Prompt | None:
@@ -276,20 +278,20 @@ class Router:
             return prompt
         return await aside(request.body.nbytes, prompt.with_ids, ids, self.fleet.rules)
 
-    async def _prefill(self, request: Completion) -> tuple[str, Any]:
-        """Has a prefill instance compute the prompt. Returns the outcome and the receipt for the
-        decode instance. If every prefill instance fails, the decode instance computes the
-        prompt."""
+    async def _prefill(self, request: Completion) -> tuple[str, Mapping[str, Any]]:
+        """Has a prefill instance compute the prompt. Returns the outcome and what the decode
+        instance is told of its blocks: a receipt, and what connectors beside kvrecall's add. If
+        every prefill instance fails, the decode instance computes the prompt."""
         prompt = request.prompt
         if (
             request.path not in _PREFILLED
             or prompt is None
             or request.body.get("prompt_logprobs") is not None
         ):
-            return "unsuitable", None
+            return "unsuitable", {}
         model = request.body.get("model")
         if self.fleet.new_tokens(prompt, model) < self._settings.prefill_min_tokens:
-            return "short", None
+            return "short", {}
         candidates = self.fleet.best_for_prefill(prompt, model)[: self._settings.retries + 1]
         for attempt, instance in enumerate(candidates):
             if attempt:
@@ -303,15 +305,15 @@ class Router:
                 continue
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
-                return "refused", None  # the decode instance reports the error
+                return "refused", {}  # the decode instance reports the error
             params = fields_of(answer.fields().get("kv_transfer_params", b""))
             request.prefill = instance
             request.prefill_split = split_of(value_of(params.get(REPORT)))
             self._served(request, instance)
             self.metrics.count_tokens("prefill", request.prefill_split)
-            receipt = params.get(HANDOVER)
-            return "done", receipt if receipt and bytes(receipt) != b"null" else None
-        return ("failed" if candidates else "none_up"), None
+            told = {name: raw for name, raw in params.items() if bytes(raw) != b"null"}
+            return "done", {one: told[one] for one in told.keys() - {REPORT, UNIT, MISSED}}
+        return ("failed" if candidates else "none_up"), {}
 
     async def _decode(self, request: Completion, held: contextlib.ExitStack) -> Response:
         """The answer of a decode instance. A failure before the first byte is retried at another
@@ -323,7 +325,11 @@ class Router:
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels(instance.word).inc()
-            content, others = request.body.encoded(), candidates[attempt + 1 :]
+            body, others = request.body, candidates[attempt + 1 :]
+            if request.handover and instance.role is not Role.PREFILL:
+                given = fields_of(body.fields.get("kv_transfer_params", b""))
+                body = body.but(kv_transfer_params={**given, **request.handover})
+            content = body.encoded()
             try:
                 with contextlib.ExitStack() as busy:
                     busy.enter_context(instance.busy())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvrecall.engines.vllm.compat import patches, versions
 from kvrecall.engines.vllm.compat.config import require_supported
@@ -237,27 +237,30 @@ def test_other_versions_are_refused(
 
 OURS = {"kv_connector": "RecallConnector", "kv_connector_module_path": "kvrecall.engines.vllm"}
 THEIRS = {"kv_connector": "ExampleConnector"}
+NIXL = {"kv_connector": "NixlConnector"}
 
 
-@pytest.mark.parametrize("parts", [[OURS, THEIRS], [THEIRS, OURS], [OURS]])
-def test_one_of_several_connectors_is_refused_before_the_model_is_loaded(
+@pytest.mark.parametrize("parts", [[OURS, THEIRS], [NIXL, OURS, THEIRS], [OURS, OURS]])
+def test_other_connectors_are_refused_before_the_model_is_loaded(
     parts: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(Executor, "__init__", lambda self, config: begun.append(config))
+    begun: list[str] = []  # by what happens when a block of KV cannot be loaded
+
+    def init(self: object, config: Any) -> None:
+        begun.append(config.kv_transfer_config.kv_load_failure_policy)
+
+    monkeypatch.setattr(Executor, "__init__", init)
+    monkeypatch.setattr(weights, "Weights", lambda config, early: None)
     weights.register()
-    for connectors, refused in ((parts, True), ([THEIRS], False)):
+    for connectors, refused in ((parts, True), ([THEIRS], False), ([NIXL, OURS], False)):
         told = {"connectors": [{**part, "kv_role": "kv_both"} for part in connectors]}
         whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
         transfer = KVTransferConfig(**whole, kv_connector_extra_config=told)
-        config = SimpleNamespace(kv_transfer_config=transfer)
+        config = SimpleNamespace(kv_transfer_config=transfer, instance_id="tests")
         outcome = pytest.raises(ConfigError, match="beside others") if refused else nullcontext()
         with outcome:
-            Executor.__init__(SimpleNamespace(), config)  # type: ignore[arg-type, call-arg]
-    assert begun == [config]
-    words = ["vllm", "serve", "--kv-transfer-config", json.dumps({"of": "MultiConnector", **OURS})]
-    with pytest.raises(SystemExit, match="beside others"):
-        versions.end_if_named(words)
+            Executor.__init__(object.__new__(UniProcExecutor), config)  # type: ignore[arg-type]
+    assert begun == ["fail", "recompute"]
 
 
 def test_kvrecall_serve_refuses_before_it_loads_vllm(tmp_path: Path) -> None:

@@ -483,6 +483,23 @@ def test_engines_that_only_read_or_share_nothing(pool: Pool) -> None:
     assert writer.matched(writer.request("d", 40)) == 32
 
 
+def test_what_a_connector_beside_it_loads_is_not_saved_and_has_a_deadline(pool: Pool) -> None:
+    now = [0.0]
+    bench = Bench(pool, clock=lambda: now[0], load_deadline=10)
+    bench.report(bench.step(bench.request("first", 40), 40))
+    delivered = {"do_remote_prefill": True}
+    for name in ("brought", "late"):
+        assert bench.matched(bench.request(name, 40, told=dict(delivered))) == 0
+    bench.side.reported(StepReport(), {"brought"}, set())
+    now[0] = 9.0
+    assert bench.side.late() == []
+    now[0] = 10.0
+    assert (bench.side.late(), bench.side.late()) == (["late"], [])
+    assert bench.side.counters.counts["handovers_late"] == 1
+    assert not bench.step(bench.request("second", 40, first=100), 40).stores
+    assert bench.matched(bench.request("third", 40)) == 32, "it goes on to recall"
+
+
 def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
     """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
     and the decode instance finds them though it was told first that they are not there."""

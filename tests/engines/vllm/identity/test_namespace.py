@@ -326,7 +326,7 @@ def test_it_begins_before_the_engine_loads(model: Path, monkeypatch: pytest.Monk
 
     class Loads(Executor):
         def _init_executor(self) -> None:
-            begun.append(id(self.vllm_config) in weights._early)
+            begun.append(self.vllm_config.instance_id in weights._early)
 
         def check_health(self) -> None: ...
 
@@ -345,7 +345,7 @@ def test_it_begins_before_the_engine_loads(model: Path, monkeypatch: pytest.Monk
     found = weights.weights_of(config)
     assert found.wait(30)
     assert not found.text().startswith("private")
-    assert scheduler.has_our_connector(config)
+    assert scheduler.our_transfer(config) is not None
 
 
 # ---- the loaded model ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrecall.engines.vllm.compat.patches import PATCHES, install, install_at_import, owner_of
+from kvrecall.engines.vllm.compat.scheduler import parts_of
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
 
@@ -37,7 +38,8 @@ def hand_orders_first(vllm_config: Any, orders_type: type) -> None:
         @torch.inference_mode()
         def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             orders = scheduler_output.kv_connector_metadata
-            if isinstance(orders, orders_type) and kv_transfer.has_kv_transfer_group():
+            are_ours = any(isinstance(one, orders_type) for one in parts_of(orders, "metadata"))
+            if are_ours and kv_transfer.has_kv_transfer_group():
                 kv_transfer.get_kv_transfer_group().handle_preemptions(orders)
             return plain(self, scheduler_output, *args, **kwargs)
 

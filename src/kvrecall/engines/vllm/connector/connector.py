@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,7 +31,7 @@ from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, versions, waits, weights
 from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
-from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS, CONNECTOR_MODULE
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
 from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
@@ -110,8 +111,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
-            raise ConfigError(BESIDE_OTHERS)  # told before, unless VLLM_PLUGINS leaves ours out
         self._w.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -121,7 +120,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._w.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._w.shard()
+        """None beside others, of which one may need it: vLLM takes that of the first alone."""
+        is_beside = has_kv_transfer_group() and get_kv_transfer_group() is not self
+        return None if is_beside else self._w.shard()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._handled = sys.exc_info()[1]
@@ -180,7 +181,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return
         assert self._pool is not None
-        told = [metadata[rank] for rank in sorted(metadata)]
+        told: Sequence[Any] = [metadata[rank] for rank in sorted(metadata)]
+        if not any(isinstance(one, wire.Shard) for one in told):  # of a connector beside this one
+            told = scheduler.on_workers(self._vllm_config, _shard_of)
+            if not told:
+                raise ConfigError(BESIDE_OTHERS)
         shards = [shard for shard in told if isinstance(shard, wire.Shard)]
         assert len(shards) == len(told)
         facts = self._facts(shards)
@@ -215,6 +220,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             [] if self._traces is None else [self._traces],
         )
         weights.watch_weights(self._kv_cache_manager, self._weights)
+        scheduler.give_up_late(self._kv_cache_manager, self._scheduler.late)
         if self._scheduler.misses is not None:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         if self._scheduler.offload is not None:
@@ -443,11 +449,26 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._endpoint.close()
 
 
+# A MultiConnector finds the class of its parts' statistics by name.
+KVConnectorFactory.register_connector("RecallConnector", CONNECTOR_MODULE, "RecallConnector")
+
+
 def _map_arena(_: object, handle: ArenaHandle) -> None:
     """In each worker."""
-    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    if isinstance(connector, RecallConnector):
-        connector._w.map_arena(handle)
+    for worker in _workers():
+        worker.map_arena(handle)
+
+
+def _shard_of(_: object) -> wire.Shard | None:
+    """Likewise."""
+    return next((worker.shard() for worker in _workers()), None)
+
+
+def _workers() -> list[RecallWorker]:
+    """The worker side in this process."""
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    parts = scheduler.parts_of(group, "_connectors")
+    return [one._w for one in parts if isinstance(one, RecallConnector)]
 
 
 @nicety("the endpoint for administration")

@@ -47,6 +47,7 @@ MakePlanner = Callable[[StateOf, Trusted], OffloadPlanner]
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
+_DELIVERED = "do_remote_prefill"  # in a request's parameters: by a connector beside this one
 _MOST_RETRIES = 2  # of loads that were incomplete, before a request is computed
 _HINTED = 256  # requests of several sequences whose hint was told
 _Answer = tuple[int | None, bool]
@@ -102,6 +103,7 @@ class RecallScheduler:
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
         self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._has_mixtures = False
+        self._delivered: dict[str, float] = {}  # until when connectors beside this one may load
         self._loads: list[LoadOrder] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -143,6 +145,9 @@ class RecallScheduler:
         self._events.considered(state)
         if request.num_preemptions == 0:
             state.loading.device_tokens = computed_tokens
+        if (request.kv_transfer_params or {}).get(_DELIVERED):
+            self._delivered[state.id] = self._clock() + self._settings.pool.load_deadline_s
+            return _NOTHING
         start = computed_tokens // self._facts.alignment * self._facts.alignment
         load = self._load_from(state, start)
         if not isinstance(load, PrefixLoad):
@@ -473,11 +478,14 @@ class RecallScheduler:
             self._auditor.compared(number, ranks, found)
         self._saver.made(report.stored, report.failed)
         for request_id in loaded:
+            self._delivered.pop(request_id, None)
             load = self._loading.pop(request_id, None)
             if load is not None:
                 one, has_failed = self._states.get(request_id), request_id in failed
                 self._events.load_done(one, load, has_failed, report.copied.get(request_id))
                 load.release()
+            elif self._saver.writes:
+                self._loaded_by_another()
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
             self._events.counted("loads_failed")
             self._waiting.pop(request_id, None)
@@ -486,6 +494,28 @@ class RecallScheduler:
                 one.loading.recalled.clear()
                 self._events.load_failed(one)
         self._saver.flush()  # with async_write off, replies of this step leave after it
+
+    def late(self) -> list[str]:
+        """Requests that a connector beside this one has had ``load_deadline`` to load, once."""
+        if not self._delivered:
+            return []
+        now = self._clock()
+        late = [one for one, until in self._delivered.items() if until <= now]
+        for request_id in late:
+            del self._delivered[request_id]
+            self._events.counted("handovers_late")
+        return late
+
+    def _loaded_by_another(self) -> None:
+        """A connector beside this one has loaded KV that nothing here has proved: of a request, and
+        of all that find its blocks on the device. None of it, nor what is computed on it, may be
+        offered to other engines as computed here."""
+        self._saver.writes = False
+        logger.warning(
+            "kvrecall: another connector has loaded KV into this engine, which saves no blocks "
+            "from here on, as they may be of other weights; it goes on to recall. Let the "
+            "engines that compute the prompts write to the pool"
+        )
 
     def adapters_loaded(
         self, loaded: Mapping[int, LoadedAdapter], swapped: Collection[int]
@@ -544,6 +574,7 @@ class RecallScheduler:
         the request's prompt, as of ``boundary_states``."""
         self._events.changes()
         self._waiting.pop(request.request_id, None)
+        self._delivered.pop(request.request_id, None)
         self._awake.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:

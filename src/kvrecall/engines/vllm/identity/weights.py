@@ -40,7 +40,7 @@ pool until it is."""
 
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
-_early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
+_early: dict[str, Weights] = {}  # by engine (``instance_id``), until it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +368,12 @@ def _newer_than_process(files: tuple[FileState, ...]) -> str:
 
 def begin(vllm_config: Any) -> None:
     """Starts reading the weights of an engine that is about to load them."""
-    _early[id(vllm_config)] = Weights(vllm_config, early=True)
+    _early[vllm_config.instance_id] = Weights(vllm_config, early=True)
 
 
 def weights_of(vllm_config: Any) -> Weights:
     """The engine's weights: those begun before it loaded, or begun now."""
-    return _early.pop(id(vllm_config), None) or Weights(vllm_config)
+    return _early.pop(vllm_config.instance_id, None) or Weights(vllm_config)
 
 
 def register() -> None:
