@@ -179,7 +179,7 @@ def test_each_part_ends_with_all_that_it_started(tmp_path: Path) -> None:
 @pytest.mark.longest
 @pytest.mark.engine
 def test_all_of_a_run_at_toy_size(tmp_path: Path) -> None:
-    parts = ["environment", "chain", "copies", "first-token", "decode", "gaps"]
+    parts = ["environment", "chain", "variants", "copies", "first-token", "decode", "gaps"]
     words = ["run", "--out", str(tmp_path / "out"), "--home", str(tmp_path), "--tiny"]
     command = [sys.executable, "-m", "kvrecall_lab.gpu", *words, "--limit", "1500"]
     subprocess.run([*command, "--parts", ",".join(parts)], check=True)

@@ -11,7 +11,7 @@ from kvrecall.bench.report import names_in
 from kvrecall.errors import errors_shown
 from kvrecall.processes.command import ProgressLines
 from kvrecall_lab.gpu.parts import PARTS
-from kvrecall_lab.trials import one_of
+from kvrecall_lab.trials import Listed, one_of
 
 app = typer.Typer(add_completion=False)
 
@@ -34,16 +34,22 @@ def pack(
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="Folder for results, and for caches to bring back.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for results, and for caches to bring back.")
+    ] = Path("build/gpu-out"),
     parts: Annotated[str, typer.Option(help=f"Comma-separated; of {', '.join(PARTS)}.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 570,
     home: Annotated[Path, typer.Option(help="Where the kit was unpacked.")] = Path("/tmp/kit"),
     tiny: Annotated[bool, typer.Option("--tiny", help="On a CPU, at toy size.")] = False,
+    show: Listed = False,
 ) -> None:
     """Run parts, each with its own limit. Exits with 1 if one failed."""
     from kvrecall_lab.gpu import run
 
     names = one_of(names_in(parts), tuple(PARTS), "parts")
+    if show:
+        typer.echo("\n".join(f"{name:24} {PARTS[name].whole_s:4.0f} s" for name in names))
+        return
     raise typer.Exit(not run.run(names, out, home, limit, tiny))
 
 

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
+from unittest.mock import patch
 
 from kvrecall.gpu_check import CheckError, Finding, SkipError
 from kvrecall.gpu_check.part import PARTS as CHECKS
@@ -61,29 +63,69 @@ def _environment(here: Here) -> Finding:
 
 def _chain(here: Here) -> Finding:
     """Layers of sparse attention, launched and replayed; and over all blocks by the same kernel."""
+    cases = [(batch, k << 10) for k in (32, 64, 128) for batch in (1, 4)]
+    cases += [(8, 32 << 10), (1, 512 << 10)]
+    share = 0.2
+    return _measured(
+        here,
+        {
+            f"{batch} of {tokens}, {share if some else 'all blocks'}": ([tokens] * batch, some, {})
+            for batch, tokens in ([(2, 200)] if here.on_cpu else cases)
+            for some in (share, None)
+        },
+    )
+
+
+def _variants(here: Here) -> Finding:
+    """The same with one constant changed, the first of them to what it is; then off the device,
+    where blocks are fetched beside attention and before it."""
+    lengths = (200,) if here.on_cpu else (32 << 10, 128 << 10, 512 << 10)
+    changes: list[tuple[str, object]] = [("device._WORD", 4), ("base.LOADED_BYTES", 1)]
+    changes += [("device._TILES_A_PROGRAM", 8), ("device._PROGRAMS", 2048)]
+    changes += [("device._TOKENS_A_PROGRAM", 128), ("device._MOST_SPLITS", 128)]
+    if not here.on_cpu:  # Triton's interpreter has no such launches
+        changes.insert(2, ("device.OVERLAPS", True))
+    cases: dict[str, Any] = {
+        f"{tokens}, {name}={value}": ([tokens], 0.2, {name: value})
+        for name, value in changes
+        for tokens in lengths
+    }
+    for missed in (0.0, 0.04, 0.12):
+        for forks in (True, False):
+            tokens = min(lengths[-1], 128 << 10)
+            name = f"{tokens}, {missed} missed, forks={forks}"
+            cases[name] = [tokens], 0.2, {"cuda.FORKS": forks}, missed
+    return _measured(here, cases)
+
+
+def _measured(here: Here, cases: Mapping[str, Any]) -> Finding:
+    """Chains of layers: of each its lengths, the share, constants to change, and what is missed."""
     import torch
 
     from kvrecall.attention.settings import RetrievalSettings
     from kvrecall.engines.vllm.attention.base import KernelShape
 
     settings, shape = RetrievalSettings(), KernelShape(32, 8, 128, 128, torch.bfloat16, "")
-    layers, cases = 30, [(batch, k << 10) for k in (32, 64, 128) for batch in (1, 4)]
-    cases += [(8, 32 << 10), (1, 512 << 10)]
     if here.on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
         settings = replace(settings, init_tokens=16, local_tokens=32)
-        shape, layers = KernelShape(4, 2, 32, 16, torch.float32, ""), 2
-        cases = [(2, 200)]
+        shape = KernelShape(4, 2, 32, 16, torch.float32, "")
+    from kvrecall.attention.kernels import device
+    from kvrecall.engines.vllm.attention import base, cuda
     from kvrecall_lab.gpu.chain import Chain
 
+    places = {"device": device, "cuda": cuda, "base": base}
     found: dict[str, dict[str, object]] = {}
-    for batch, tokens in cases:
-        for share in (settings.topk_share, None):
-            name = f"{batch} of {tokens}, {'all blocks' if share is None else share}"
-            lengths = [tokens] * batch
-            chain = Chain(shape, settings, layers, lengths, share, torch.device(here.device))
+    for name, (lengths, share, changes, *missed) in cases.items():
+        with ExitStack() as stack:
+            for path, value in changes.items():
+                where, what = path.split(".")
+                stack.enter_context(patch.object(places[where], what, value))
+            on, layers = torch.device(here.device), 2 if here.on_cpu else 30
+            chain = Chain(shape, settings, layers, lengths, share, on, *missed)
             found[name] = chain.measure(2 if here.on_cpu else 20)
             here.say(f"{name}: microseconds a layer", **found[name])
+            chain.close()
             del chain  # its memory, before the next one's
     note = "; ".join(
         f"{name}: " + ", ".join(f"{way} {one['p50']:.0f}" for way, one in ways.items())  # type: ignore[index]
@@ -152,6 +194,7 @@ PARTS: Mapping[str, Part] = {
     "environment": Part(_environment, 60, 90),
     "retrieval": replace(CHECKS["retrieval"], whole_s=60),
     "chain": Part(_chain, 60, 90),
+    "variants": Part(_variants, 60, 150),
     "copies": replace(CHECKS["copies"], whole_s=30),
     "bandwidth": replace(CHECKS["bandwidth"], whole_s=30),
     "first-token": Part(_first_token, 150, 300),

@@ -27,7 +27,7 @@ _TOKENS_A_PROGRAM = 256
 _MOST_SPLITS = 64
 """Programs of a row that attend. One of them adds up what all have found, a few at a time."""
 _TOKENS_AT_ONCE = 64
-_ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 32
 """64 were slower on an H200, and more than these do not fit a multiprocessor's registers
 (archive/log.md)."""
 _TILES_A_PROGRAM = 4
@@ -321,7 +321,7 @@ def choose_by_triton(
     ``step.missed``, and the table names them by their numbers, with ``LATE``.
     """
     rows, dim, most = coded.shape[2], query.shape[2], step.table.shape[1]
-    tile, chunk = max(1, _ROWS_AT_ONCE // rows), blocks_at_once(step.group)
+    tile, chunk = max(1, ROWS_AT_ONCE // rows), blocks_at_once(step.group)
     parts = min(-(-most // (tile * _TILES_A_PROGRAM)), max(_FEWEST_PARTS, _PROGRAMS // step.rows))
     floats = coded.view(torch.float32)
     off = coded if left is None else left

@@ -51,7 +51,7 @@ def uses() -> Any:
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
         pointers = dict.fromkeys(("query", "keys"), "*bf16")
         group = {80: 16}.get(dim, 4 if bounds else 7)
-        fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": device._ROWS_AT_ONCE // rows}
+        fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": device.ROWS_AT_ONCE // rows}
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
         fixed |= {"TILES": 4, "SEARCH": device.SEARCHED * blocks_at_once(group)}
         for left in (False, True):

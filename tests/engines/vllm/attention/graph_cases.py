@@ -203,7 +203,8 @@ class World:
             for impl, cache in zip(self.impls, self.caches, strict=True):
                 cache[list(order.block_ids)] = float("nan")
                 if impl.sparse_layer is not None:
-                    impl.sparse_layer.store.rows[:, list(order.block_ids)] = 77
+                    rows = impl.sparse_layer.store.rows[..., : 2 * DIM + 4]  # without padding
+                    rows[:, list(order.block_ids)] = 77
         self.table.zero_()
         ids = np.zeros((REQUESTS, self.table.shape[1]), dtype=np.int32)
         for row, one in zip(ids, requests, strict=False):

@@ -408,9 +408,9 @@ class TritonKernel(AttentionKernel):
         output: torch.Tensor,
         parameters: AttentionParameters,
     ) -> None:
-        plan, of, halves = step.plan, parameters, self._halves(kv_cache)
-        terms = of.scale, of.softcap, of.sinks
-        attend = partial(kernels.attend_by_triton, query, *halves, plan, output, *terms)
+        plan, of = step.plan, parameters
+        given = query, *self._halves(kv_cache), plan, output
+        attend = partial(kernels.attend_by_triton, *given, of.scale, of.softcap, of.sinks)
         if plan.fetched is None:
             attend(turn=0 if plan.place is None else 3)
             return
