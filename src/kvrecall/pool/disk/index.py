@@ -229,7 +229,11 @@ class Index:
                 if not rows:
                     break
                 self._change(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", rows)
-                last, at_once, gap = max(last + 1, rows[-1][0]), MAX_ROWS, _PAGE
+                highest, at_once = max(row[0] for row in rows), MAX_ROWS
+                if highest > last:
+                    last, gap = highest, _PAGE
+                else:  # its pages are out of order
+                    last, gap = last + gap, 2 * gap
         self._read_whole()
 
     def begin_anew(self, why: str) -> int:
