@@ -637,14 +637,11 @@ class Pool:
     # -- administration, for ``PoolAdmin`` --------------------------------------------------
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
-        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host. What
-        expired leaves this host only: a store is other hosts' too."""
+        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
         with self._changed:
             self._drain()
             keys = list(dict.fromkeys(keys))
-            tier = self._below if cause is not Cause.EXPIRED else self._disk
-            if tier is not None:
-                tier.drop(keys, cause)
+            self._below.drop(keys, cause)
             self._evictor.drop([key for key in keys if key in self._host.blocks], cause)
             self._expire_loads(keys)
 
