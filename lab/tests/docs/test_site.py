@@ -144,6 +144,7 @@ def test_a_reader_finds_a_chinese_word(site: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             page = chromium.new_page()
+            page.set_default_timeout(300_000)  # other engines may keep both cores busy
             page.goto(f"http://127.0.0.1:{server.server_port}/")
             page.locator(".md-search__input").click()
             page.locator(".md-search__input").fill("前缀缓存")
