@@ -74,7 +74,7 @@ _NOT_DAMAGE = {
     sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY,
 }  # fmt: skip
 """Codes of errors that say nothing of what is in the file."""
-_READ_TRIES, AGAIN_S = 3, 1.0  # of what the medium does not read, and how far apart
+READ_TRIES, AGAIN_S = 3, 1.0  # of what the medium does not read, and how far apart
 
 
 class DamagedIndex(sqlite3.DatabaseError):
@@ -89,7 +89,7 @@ def is_damage(error: Exception) -> bool:
     return isinstance(error, sqlite3.DatabaseError) and not fails
 
 
-def _read_again(read: Callable[[], _T], tries: int = _READ_TRIES) -> _T:
+def _read_again(read: Callable[[], _T], tries: int = READ_TRIES) -> _T:
     """Its result, at a later try if the medium fails."""
     try:
         return read()
@@ -596,7 +596,7 @@ def _unfit(path: Path, trusting: bool = False) -> str:
                 return ""
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
-            for _ in range(_READ_TRIES):
+            for _ in range(READ_TRIES):
                 verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
                 said = " ".join(verdict.decode(errors="replace").split())
                 code = re.search(r"error code=(\d+)", said)  # of a page that could not be read

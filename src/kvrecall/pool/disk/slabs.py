@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrecall.block import FORMAT_VERSION
-from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
+from kvrecall.pool.disk.index import AGAIN_S, READ_TRIES, ROW_BYTES, WAL_BYTES
 from kvrecall.pool.lockfile import leads_to
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
@@ -237,7 +237,7 @@ class SlabStore:
                 right |= fits & (rest == 0) & (place >= 0) & (place < slab.slots)
         return right
 
-    def _open_existing(self, path: Path, tries: int = 3) -> Slab | None:
+    def _open_existing(self, path: Path, tries: int = READ_TRIES) -> Slab | None:
         try:
             with path.open("rb") as file:
                 header = file.read(_HEADER.size)
@@ -245,7 +245,7 @@ class SlabStore:
         except (struct.error, OSError) as error:
             if tries == 1 or not isinstance(error, OSError):
                 return None
-            time.sleep(1.0)  # a medium that fails once costs no slab
+            time.sleep(AGAIN_S)  # a medium that fails once costs no slab
             return self._open_existing(path, tries - 1)
         ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
         if not ours or number >= _MOST_SLABS or path != self._path(number):
