@@ -15,7 +15,7 @@ import pytest
 
 from kvrecall.processes.command import kvrecall
 from kvrecall_lab.engines.engine import Answer, EngineProcess
-from kvrecall_lab.shapes.cases import ask, on_and_off
+from kvrecall_lab.shapes.cases import ask, on_and_off, trust
 from kvrecall_lab.shapes.node import Node, node
 from kvrecall_lab.shapes.ranks import Saved, recalled, saved_by
 from kvrecall_lab.shapes.shapes import SHAPES, environment
@@ -81,6 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         writer.kill()
         listed = json.loads(command(there, "ls", "--json"))["rows"]
         reader = start("reader", there.apart)
+        trust(reader, SHAPE, saved.pop().question)  # later tests ask for what was written before it
         yield Place(there, reader, saved[::-1], right, listed)
 
 
