@@ -86,14 +86,14 @@ def test_a_request_that_is_compressed_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
 def test_events_pass_one_by_one_however_their_lines_end(tmp_path: Path, end: str) -> None:
-    """Each when it comes, and not when the next one does."""
+    """Each when it comes, and not when the next one does: here none ever does."""
     first = raw(b"", "content-length: 4000", stream=True) + f"data: {{}}{end}{end}".encode()
     says: list[bytes | None] = [first]
-    with in_front_of(tmp_path, says, "--timeout", "5", closes=False) as before:
-        began = time.monotonic()
-        with before.client.stream("POST", "/v1/completions", json={"stream": True}) as reply:
-            assert next(reply.iter_raw()) == f"data: {{}}{end}{end}".encode()
-            assert time.monotonic() - began < 4
+    with (
+        in_front_of(tmp_path, says, "--timeout", "600", closes=False) as before,
+        before.client.stream("POST", "/v1/completions", json={"stream": True}) as reply,
+    ):
+        assert next(reply.iter_raw()) == f"data: {{}}{end}{end}".encode()
     usage = STREAM.decode().replace("\n", end)
     with in_front_of(tmp_path, [raw(usage.encode(), stream=True)]) as before:
         assert before.complete(prompt="x", stream=True).text.count(f"{end}{end}") == 3
