@@ -40,7 +40,9 @@ def test_a_part_holds_if_a_test_passed_and_none_failed(tmp_path: Path) -> None:
     bad = '<testcase classname="a" name="bad"><failure message="assert 1&#10;more"/></testcase>'
     report.write_text(REPORT.format(more=bad))
     assert not read_report(report).holds
-    assert read_report(report).why == "a::bad: assert 1"
+    gone = "<error message='collection failure'>x&#10;E   ImportError: No module y</error>"
+    report.write_text(REPORT.format(more=f"{bad}<testcase classname='' name='b'>{gone}</testcase>"))
+    assert read_report(report).broken == ("a::bad: assert 1", "::b: ImportError: No module y")
     report.write_text('<testsuites><testsuite time="1"/></testsuites>')
     assert not read_report(report).holds, "nothing ran"
 

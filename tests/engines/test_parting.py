@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,16 @@ PARTINGS = [
     ("clock", "The date: November 3, 2026, and so on", "The date: December 3, 2026, and so on"),
     ("clock", "当前时间：2026年11月27日，你是助手。", "当前时间：2026年11月28日，你是助手。"),
     ("clock", "started at 1795772521 UTC", "started at 1795772999 UTC"),
+    ("clock", "Now: 9:05 AM, hello", "Now: 9:05 PM, hello"),
+    ("clock", "It is Sat Nov 28 16:25:37", "It is Sun Nov 29 16:25:37"),
+    ("clock", "Today is Friday.", "Today is Saturday."),
+    ("clock", "the 3rd of November 2026", "the 4th of November 2026"),
+    ("clock", "On 11/28/2026 we", "On 11/29/2026 we"),
+    ("clock", "Am 28.11.2026 sind", "Am 29.11.2026 sind"),
+    ("clock", "at=20261128T162537Z", "at=20261128T162538Z"),
+    ("clock", "今天是2026年11月28日 星期六", "今天是2026年11月28日 星期日"),
+    ("number", "request req-8f3a2b: hi", "request req-9f3a2b: hi"),
+    ("number", "User u_18273645 asks", "User u_18279999 asks"),
     (
         "number",
         "session 3f2b8c1d-aaaa-4bbb-8ccc-0123456789ab: " + SYSTEM,
@@ -29,6 +40,10 @@ PARTINGS = [
     ),
     ("number", "Customer 100234: " + SYSTEM, "Customer 100777: " + SYSTEM),
     ("tools", SYSTEM + json.dumps(TOOLS), SYSTEM + json.dumps(TOOLS[::-1])),
+    ("tools", "functions {\n\n// Mails.\ntype mail = (", "functions {\n\n// Asks.\ntype ask = ("),
+    ("tools", SYSTEM + "<|im_end|>", SYSTEM + "\n\n# Tools\n\nYou may call"),
+    ("template", f"{CHATML}Be brief.", "<|im_start|>user\nHello."),
+    ("template", "<|message|>\nReasoning: low\n", "<|message|>\nReasoning: high\n"),
     (
         "template",
         CHATML + SYSTEM[:20] + "<|im_end|>\n<|im_start|>user",
@@ -37,15 +52,18 @@ PARTINGS = [
     ("", SYSTEM + "What do apples cost?", SYSTEM + "What do pears cost?"),
     ("", SYSTEM * 3 + "No.<|im_end|>", SYSTEM * 3 + "No. But 5 do, at 3 each."),
     ("", "Page 12 of a book that is long", "Page 13 of a book that is long"),
+    ("", "Take 3 Decks of cards", "Take 4 Decks of cards"),
+    ("", "请给出3点建议", "请给出5点建议"),
 ]
 
 
 @pytest.mark.parametrize(("cause", "known", "asked"), PARTINGS)
 def test_the_text_where_prompts_part_tells_the_cause(cause: str, known: str, asked: str) -> None:
-    token = next(at for at, (a, b) in enumerate(zip(known, asked, strict=False)) if a != b)
-    miss = {"reason": "diverged", "from": 0, "tokens": len(asked), "token": token}
-    ids = [ord(letter) for letter in asked]
-    told = with_cause(miss, ids, lambda part: "".join(map(chr, part)))
+    others, words = (re.findall(r" ?[^\W\d]+|\d{1,3}|.", x, re.DOTALL) for x in (known, asked))
+    token = next(at for at, (a, b) in enumerate(zip(others, words, strict=False)) if a != b)
+    miss = {"reason": "diverged", "from": 0, "tokens": len(words), "token": token}
+    every = range(len(words))  # text as of SentencePiece: its first space is not there
+    told = with_cause(miss, every, lambda ids: "".join(words[at] for at in ids).removeprefix(" "))
     assert told == ({**miss, "cause": cause} if cause else miss)
     assert ADVICE.get(cause, f"at token {token}") in miss_text(told)
 

@@ -34,7 +34,11 @@ pytestmark = [
     ),
 ]
 
-VLLM = Path(sys.executable).parent / "vllm"
+VLLM: dict[str, tuple[str | Path, ...]] = {
+    "V1": (Path(sys.executable).parent / "vllm", "serve"),
+    "V2": (sys.executable, Path(__file__).with_name("as_v2.py"), "serve"),
+}
+"""By model runner."""
 BLOCK = 128
 CLIENTS, REQUESTS = 8, 240
 TEXT = "Two instances, one answer, and nothing that is computed twice on the way. " * 20
@@ -47,7 +51,7 @@ class Pair:
     router: Router
 
 
-def serve(folder: Path, model: Path) -> LiveServer:
+def serve(folder: Path, model: Path, runner: str) -> LiveServer:
     folder.mkdir()
     ours = {"host_size": "64MiB", "load_or_compute": "load", "load_deadline": 20}
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -60,27 +64,32 @@ def serve(folder: Path, model: Path) -> LiveServer:
     words = f"{model} --port {port} --served-model-name tiny --dtype float32 --enforce-eager"
     words += " --max-num-seqs 8 --block-size 128 --kv-cache-memory-bytes 31457280"
     surroundings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side), "UCX_TLS": "tcp,self,sm"}
+    if runner == "V2":
+        surroundings |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     return LiveServer(
         folder,
         [*words.split(), "--kv-transfer-config", json.dumps(several)],
         f"http://127.0.0.1:{port}",
-        program=(VLLM, "serve"),
+        program=VLLM[runner],
         environment=surroundings,
     )
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=[*VLLM])
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     model = write_model(
         folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
     )
     with ExitStack() as stack:
-        servers = [serve(folder / name, model) for name in ("prefill", "decode")]
+        servers = [serve(folder / name, model, request.param) for name in ("prefill", "decode")]
         for server in servers:
             stack.callback(server.close)
         for server in servers:
             server.wait_ready()
+            assert ("Using V2 Model Runner" in server.log) == (request.param == "V2")
         words = ["--prefill", servers[0].url, "--decode", servers[1].url]
         router = Router(folder, words)
         stack.callback(router.close)

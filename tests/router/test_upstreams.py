@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +24,12 @@ EVENTS = b'data: {"choices": []}\n\ndata: {"choices": [], "usage": {"prompt_toke
 RECALL = b'"prompt_tokens_details": {"recall": {"host": 1}}'
 STREAM = EVENTS % RECALL + b"data: [DONE]\n\n"
 REPLY = b'{"usage": {"prompt_tokens": 1, %s}}' % RECALL
-ENCODED = {"gzip": gzip.compress, "deflate": zlib.compress}
+ENCODED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "x-gzip": lambda body: gzip.compress(body[:30]) + gzip.compress(body[30:]),
+    "deflate": zlib.compress,
+    "Deflate": lambda body: zlib.compress(body, wbits=-15),  # as some servers take it to mean
+}
 
 
 def raw(body: bytes, *headers: str, version: str = "1.1", stream: bool = False) -> bytes:
@@ -84,7 +90,7 @@ def test_a_request_that_is_compressed_is_refused(tmp_path: Path) -> None:
     assert len(heard) == 1
 
 
-@pytest.mark.parametrize("end", ["\r\n", "\n"])
+@pytest.mark.parametrize("end", ["\r\n", "\n", "\r"])
 def test_events_pass_one_by_one_however_their_lines_end(tmp_path: Path, end: str) -> None:
     """Each when it comes, and not when the next one does: here none ever does."""
     first = raw(b"", "content-length: 4000", stream=True) + f"data: {{}}{end}{end}".encode()

@@ -66,7 +66,7 @@ def compat(
 
 def _figures(how: str, found: dict[str, Seen]) -> dict[str, object]:
     told: dict[str, object] = {name: seen.holds for name, seen in found.items()}
-    whys = {name: seen.why for name, seen in found.items() if not seen.holds}
+    whys = {name: seen.broken for name, seen in found.items() if not seen.holds}
     told |= {"tests": sum(seen.passed for seen in found.values())}
     told |= {"skipped": sum(seen.skipped for seen in found.values()), "how": how}
     return told | ({"why": whys} if whys else {})

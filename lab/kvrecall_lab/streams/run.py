@@ -216,6 +216,8 @@ if RECOVERS:
 
 
 RARE = {
+    "sent stores: CopyQueue.completed < CopyQueue.drain < Copier.drain < ArenaMapping._detach "
+    "< ArenaMapping.close < RecallWorker.close",  # by one schedule in eighty with vLLM 0.33
     "rule: what a sequence's blocks are named is sent in order",
     "wait compute: ArenaMapping._release < ArenaMapping._end < ArenaMapping._detach "
     "< ArenaMapping.close < RecallWorker.close",

@@ -15,26 +15,39 @@ MOST = 10
 BEFORE, BEHIND = 48, 12  # tokens around the place that are looked at
 _HEAD = 64  # tokens within which a mark of a template is not one of a later turn
 
-_DAY = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*"
-_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_DAY = "(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thurs|Fri|Sat|Satur|Sun)"
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)(?:\w*ary|ch|il|[ety]|ust|\w+er)?\b"
+_NTH = r"\d{1,2}(?:st|nd|rd|th)?"
+_TIME = r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\b)?(?:Z|[+-]\d\d:?\d\d)?"
 _LOOKS = {
     "clock": re.compile(
-        rf"(?:{_DAY},? )?(?:\d{{1,2}}\.? {_MONTH}|{_MONTH} \d{{1,2}})(?:,? \d{{4}})?"
-        r"(?:,?(?: at)? \d{1,2}:\d\d(?::\d\d)?)?"
-        r"|\d{4}[-/.年]\d{1,2}[-/.月]\d{1,2}日?(?:[T ,]*\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?)?"
-        r"|\b\d{1,2}:\d\d(?::\d\d)?|\b1[6-9]\d{8}(?:\d{3})?\b"
+        rf"(?:\b{_DAY}(?:day)?,? )?(?:{_NTH}\.?(?: of)? {_MONTH}|\b{_MONTH} {_NTH}\b)"
+        rf"(?:,? \d{{4}})?(?:,?(?: at)? {_TIME})?|\b{_TIME}|\b{_DAY}day\b"
+        rf"|\b\d{{4}}[-/.年]\d{{1,2}}[-/.月]\d{{1,2}}日?(?:[T ,]*{_TIME})?|\b20\d{{6}}T\d{{4,}}Z?"
+        r"|\b\d{1,2}/\d{1,2}/(?:\d\d)?\d\d\b|\b\d{1,2}\.\d{1,2}\.20\d\d\b"
+        r"|\b1[6-9]\d{8}(?:\.\d+|(?:\d{3}){1,3})?\b|(?:星期|周)[一二三四五六日天]"
+        r"|\d{1,2}[点时]\d{1,2}分|(?:[上中下]午|早上|晚上|凌晨)\d{1,2}[点时](?:\d{1,2}分)?"
     ),
-    "number": re.compile(r"\b[0-9A-Fa-f]{8}-[0-9A-Fa-f-]{4,27}|\b\d{6,}\b|\b[0-9A-Fa-f]{12,}\b"),
-    "template": re.compile(r"<[|｜][^<>]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"),
+    "number": re.compile(
+        r"\b[0-9A-Fa-f]{8}-[0-9A-Fa-f-]{4,27}|\d{6,}|\b[0-9A-Fa-f]{12,}\b"
+        r"|\b(?=[A-Za-z]*\d+[A-Za-z]+\d+[A-Za-z])[0-9A-Za-z]{6,}"
+    ),
+    "template": re.compile(
+        r"(?:<[|｜][^<>]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>)"
+        r"(?:system|user|assistant|model|developer|tool)?|(?m:^)Reasoning: \w+"
+    ),
 }
-_TOOLS = re.compile(r'"(?:function|parameters|input_schema|inputSchema|tools)"\s*:')
+_TOOLS = re.compile(
+    r'"(?:function|parameters|input_?[sS]chema|tools)"\s*:|</?tools?>|# Tools\b|AVAILABLE_TOOLS'
+    r"|(?m:^)type \w+ = \(|=> any;|(?m:^)Parameters: \{"
+)
 
 ADVICE = {
     "clock": "a date or time is in the way: move it behind what stays the same, or round it",
     "number": "an id or number of this request is in the way: move it behind what stays the same",
     "tools": "it is among the tools: send the same ones, in the same order, with the same keys",
     "template": "it is a mark of the template: give all clients and servers the same chat template "
-    "and chat_template_kwargs",
+    "and chat_template_kwargs, and begin with the same roles",
 }
 """By the cause of a miss that diverged."""
 
@@ -72,18 +85,15 @@ def with_cause(
     token = miss.get("token")
     if not isinstance(token, int) or "cause" in miss:
         return miss
-    cause = _cause_at(token, ids, decode)
-    return {**miss, "cause": cause} if cause else miss
-
-
-def _cause_at(token: int, ids: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> str:
-    before = decode(tuple(ids[max(0, token - BEFORE) : token]))
-    text = before + decode(tuple(ids[token : token + BEHIND]))
-    place = len(before)
+    window, at = ids[max(0, token - BEFORE) : token + BEHIND], min(token, BEFORE)
+    text, before, through = (decode(tuple(window[:end])) for end in (None, at, at + 1))
+    first = through[len(before) :].lstrip()  # tokens begin with the space before a word
+    place = len(through) - len(first)
+    end = place + max(1, len(first.rstrip()))
     for cause, looks in _LOOKS.items():
         if cause == "template" and token >= _HEAD:
             continue
         spans = (found.span() for found in looks.finditer(text))
-        if any(begin <= place < end for begin, end in spans):
-            return cause
-    return "tools" if _TOOLS.search(text) else ""
+        if any(begin < end and place < behind for begin, behind in spans):
+            return {**miss, "cause": cause}
+    return {**miss, "cause": "tools"} if _TOOLS.search(text) else miss

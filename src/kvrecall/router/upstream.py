@@ -22,7 +22,7 @@ from kvrecall.router.fleet import Instance
 from kvrecall.router.prefixes import Prompt, is_text, question_of
 
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
-_DATA = re.compile(rb"^data:[ ]?(.*?)\r?$", re.MULTILINE)
+_DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MOST_REPLY = 64 << 20  # bytes of a whole reply
 _PIECE = 256 << 10  # bytes that are decompressed at once
@@ -264,25 +264,25 @@ def _failures(instance: Instance) -> Iterator[None]:
         raise InstanceFailedError(f"{instance.name}: {why}", True) from error
 
 
-def _decoder(response: Reply) -> zlib._Decompress | None:
-    """Undoes the encoding of a reply, if it has one that the router can read."""
-    if _header(response, b"content-encoding") in (b"gzip", b"x-gzip", b"deflate"):
-        return zlib.decompressobj(32 + zlib.MAX_WBITS)
-    return None
+def _is_encoded(response: Reply) -> bool:
+    """Whether it has an encoding that the router undoes."""
+    return _header(response, b"content-encoding") in (b"gzip", b"x-gzip", b"deflate")
 
 
 async def _decoded(response: Reply) -> AsyncGenerator[bytes, None]:
     """The body, in pieces of bounded size."""
-    decoder = _decoder(response)
+    is_encoded, decoder = _is_encoded(response), None
     async for chunk in response.chunks():
-        if decoder is None:
+        if not is_encoded:
             yield chunk
-            continue
-        while chunk:
+        while is_encoded and chunk:
+            if decoder is None or decoder.eof:  # gzip may have several members
+                is_bare = chunk[0] & 15 not in (8, 15)  # deflate as some send it, without a head
+                decoder = zlib.decompressobj(-15 if is_bare else 32 + 15)
             if data := decoder.decompress(chunk, _PIECE):
                 yield data
                 await asyncio.sleep(0)  # others are served meanwhile
-            chunk = decoder.unconsumed_tail
+            chunk = decoder.unconsumed_tail or decoder.unused_data
     if decoder is not None and not decoder.eof:
         raise BrokenReplyError("its compressed reply has no end")
 
@@ -314,7 +314,7 @@ def _usable(instance: Instance, answer: InstanceReply) -> InstanceReply:
 def _end_to_end(response: Reply) -> Headers:
     named = _header(response, b"connection").split(b",")
     dropped = _OF_THE_CONNECTION.union(name.strip() for name in named)
-    if _decoder(response) is not None:
+    if _is_encoded(response):
         dropped |= {b"content-encoding"}
     return [(name, value) for name, value in response.headers if name not in dropped]
 
@@ -325,10 +325,8 @@ async def _all_events(
     """Server-sent events, whole, with the empty line that ends each; of a stream in an encoding
     that the router cannot read, its pieces. ``silence_s``: between two pieces. Raises
     InstanceFailedError."""
-    is_unread = _decoder(response) is None and _header(response, b"content-encoding") not in (
-        b"",
-        b"identity",
-    )
+    encoding = _header(response, b"content-encoding")
+    is_unread = not _is_encoded(response) and encoding not in (b"", b"identity")
     buffer = bytearray()
     searched = 0
     pieces = _decoded(response)
