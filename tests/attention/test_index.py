@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engines.vllm.attention.sequences import Bench, Sequence, shape_of
@@ -16,9 +18,11 @@ from kvrecall.attention.index import (
     index_factory,
     require_index,
 )
+from kvrecall.attention.index.faiss import InvertedFile
 from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.host_selection import SequenceIndex
+from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall.errors import ConfigError
 from kvrecall.testing.index_contract import IndexContract
 
@@ -205,6 +209,38 @@ def test_blocks_that_another_sequence_took_over_are_indexed_anew() -> None:
     fresh.write(alone, 0, 1500)
     torch.testing.assert_close(bench.decode(later), fresh.decode(alone), rtol=0, atol=0)
     assert bench.activity.blocks_indexed == 2 * indexed
+
+
+def test_blocks_are_indexed_as_a_prompt_is_computed() -> None:
+    """As they leave the window, so that the first decoded token has no more to add."""
+    torch.manual_seed(5)
+    bench = Bench(SHAPE, settings_with("faiss-flat"), 40)
+    sequence, first = bench.sequence(2000), 0
+    for end in (400, 900, 1500, 2000):
+        row, table = BatchRow(end - first, end, True), sequence.block_ids.to(torch.int32)[None]
+        if (step := bench.planner.plan([row], table)) is not None:
+            bench.layer.digest_step(bench.cache, step)
+            assert not step.attends
+        assert bench.activity.blocks_indexed == (max(0, (end - 256) // 128 - 1) if end > 512 else 0)
+        first = end
+    indexed = bench.activity.blocks_indexed
+    found = bench.decode(sequence)
+    assert bench.activity.blocks_indexed == indexed
+    torch.manual_seed(5)
+    late = Bench(SHAPE, settings_with("faiss-flat"), 40)
+    torch.testing.assert_close(found, late.decode(late.sequence(2000)), rtol=0, atol=0)
+
+
+def test_an_inverted_file_is_trained_again() -> None:
+    """Vectors that differ from those before: their lists are many."""
+    index = InvertedFile(DIM)
+    generator = np.random.default_rng(6)
+    for at in range(4):
+        index.add((generator.standard_normal((4096, DIM)) + 9 * at).astype(np.float32))
+    assert index._index.ntotal == 4 * 4096
+    assert index._index.nlist == math.isqrt(4 * 4096)
+    held = [index._index.invlists.list_size(one) for one in range(index._index.nlist)]
+    assert max(held) < 4096
 
 
 def test_indexes_that_nothing_uses_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

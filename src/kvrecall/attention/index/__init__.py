@@ -37,8 +37,8 @@ class VectorIndex(ABC):
 
     @abstractmethod
     def add(self, vectors: Vectors) -> None:
-        """Appends vectors, float32 ``[count, width]``, C-contiguous: those of a whole prompt first,
-        then a block's at a time while the sequence decodes. They may change after the call."""
+        """Appends vectors, float32 ``[count, width]``, C-contiguous: those of a prompt, step by
+        step or at once, then a block's at a time as it decodes. They may change after the call."""
 
     @abstractmethod
     def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:

@@ -48,16 +48,16 @@ class Flat(_Faiss):
 
 
 class InvertedFile(_Faiss):
-    """Vectors by the nearest of some centroids, of which a search reads the lists of a few. Trained
-    by the vectors of the prompt; all are read while there are few."""
+    """Vectors by the nearest of some centroids, of which a search reads the lists of a few. All are
+    read while there are few; it is trained again when they are twice as many."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self._lists = 0
+        self._lists = self._trained = 0
 
     def add(self, vectors: Vectors) -> None:
         super().add(vectors)
-        if not self._lists and self._index.ntotal >= _TRAINED_FROM:
+        if self._index.ntotal >= max(_TRAINED_FROM, 2 * self._trained):
             self._train()
 
     def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
@@ -67,8 +67,10 @@ class InvertedFile(_Faiss):
         return super().search(queries, count)
 
     def _train(self) -> None:
+        if self._lists:
+            self._index.make_direct_map()
         vectors = self._index.reconstruct_n(0, self._index.ntotal)
-        lists = math.isqrt(len(vectors))
+        lists, self._trained = math.isqrt(len(vectors)), len(vectors)
         some = np.random.default_rng(0).choice(
             len(vectors), min(len(vectors), lists * _TRAINED_BY), replace=False
         )

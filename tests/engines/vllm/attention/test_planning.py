@@ -45,7 +45,6 @@ class Builder(RetrievalBuilder, Dense):
         self._activity = Activity()
         self._log = ActivityLog(self._activity)
         self._settings = SETTINGS
-        self._hindrance = None
         self._decoded = 1
         self._layer_names = ["layer"]
         self._plain = self._captures = False

@@ -20,6 +20,7 @@ from kvrecall.engines.vllm.attention.checks import (
     require_engine,
     require_layer,
     require_retrieval,
+    tell_limits,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
@@ -59,21 +60,6 @@ def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None
     )
     assert (step is not None) is sparse
     assert activity.sequences_gated == (not sparse)
-
-
-def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.kvrecall")
-    settings = RetrievalSettings(dense_boundary=100)
-    planned = planner(settings, Activity())
-    planned.plan([BatchRow(1, 40_000, False), BatchRow(1, 8_000, False)], table(1, 2))
-    planned.plan([BatchRow(1, 50, False), BatchRow(8, 8_000, True)], table(1, 2))
-    assert not caplog.records
-    for _ in range(2):
-        planned.plan([BatchRow(1, 9_000, False), BatchRow(1, 8_000, False)], table(1, 2))
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert "all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=100 that decode now (2) are" in said
-    planner(replace(settings, gate=False), Activity()).plan([BatchRow(1, 999, False)], table(1))
-    assert len(caplog.records) == 1, "too short to select from"
 
 
 @pytest.mark.parametrize(
@@ -256,9 +242,10 @@ def test_what_works_is_not_refused() -> None:
 def test_offload_that_cannot_be_is_said_at_start_unless_no_sequence_gets_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As without a connector: such sequences decode sparsely on the device."""
+    """Such sequences decode sparsely on the device."""
     transfer = pooled().kv_transfer_config
     for config, why in (
+        (engine(), "use RecallConnector"),
         (pooled(stages=2), "use tensor parallelism"),
         (pooled(layers=(WINDOW, WINDOW, FULL)), "KV groups of their own"),
         (
@@ -270,9 +257,9 @@ def test_offload_that_cannot_be_is_said_at_start_unless_no_sequence_gets_there(
         ),
     ):
         caplog.clear()
-        require_engine(config, replace(SEED, offload_boundary=100_001))
+        tell_limits(config, replace(SEED, offload_boundary=100_001))
         assert not caplog.messages
-        require_engine(config, SEED)
+        tell_limits(config, SEED)
         (said,) = caplog.messages
         assert said.startswith("kvrecall: NO SEQUENCE LEAVES THE DEVICE")
         assert why in said

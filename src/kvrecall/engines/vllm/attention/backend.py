@@ -26,7 +26,6 @@ from kvrecall.engines.vllm.attention.base import (
     RetrievalLayer,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.copies import KeptLayer
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
@@ -176,9 +175,9 @@ class RetrievalBuilder(ABC):
         self._captures = False
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
-        self._hindrance = offload_hindrance(vllm_config)
         self._decoded = config.most_decoded_at_once(vllm_config)
         runner.follow_blocks(vllm_config)
+        checks.tell_limits(vllm_config, active_settings())
         self.bind(active_settings())
 
     @abstractmethod
@@ -339,7 +338,6 @@ class RetrievalBuilder(ABC):
         step = self._planner.plan(rows, table, offloaded, there, is_graph)
         self._was_sparse = self._activity.steps_sparse > before
         if self._was_sparse:
-            self._warn_of_missing_offload(rows)
             self._log.sparse_step()
         return step
 
@@ -424,20 +422,6 @@ class RetrievalBuilder(ABC):
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
         """The ``metadata`` of an ``OffloadedRow``."""
         return None
-
-    def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
-        """Logs once that a sequence past the offload boundary stays on the device."""
-        if self._hindrance is not None and any(
-            row.regime(self._settings) is Regime.OFFLOAD for row in rows
-        ):
-            logger.warning(
-                "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended "
-                "to sparsely but stay on the device: this engine does not offload their "
-                "blocks, because %s",
-                self._settings.offload_boundary,
-                self._hindrance,
-            )
-            self._hindrance = None
 
 
 class ActivityExtension:

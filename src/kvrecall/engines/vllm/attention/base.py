@@ -129,13 +129,15 @@ class SparseStep:
     ``filled``: how many blocks the step fills whose digests must be computed, too, if the plan
     names them; otherwise they are among the stale ones. ``plan``: the kernel's own. ``is_graph``:
     it is, or may be, replayed as a graph, for other sequences of as many requests. ``stale`` is
-    computed before the replay, and what it fills before the next step."""
+    computed before the replay, and what it fills before the next step. ``indexed``: those whose
+    prompts are being computed, where vector indexes take their middle blocks."""
 
     stale: torch.Tensor
     sequences: tuple[SparseSequence, ...]
     plan: Any
     filled: int = 0
     is_graph: bool = False
+    indexed: tuple[SparseSequence, ...] = ()
 
     @property
     def attends(self) -> bool:

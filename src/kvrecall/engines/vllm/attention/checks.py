@@ -82,19 +82,23 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
             f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "
             f"{layers} layers to retrieval; set it below {layers}, {_WAY_OUT}"
         )
-    offloads = connector is not None and model.max_model_len >= settings.offload_boundary
-    if offloads and (hindrance := offload_hindrance(vllm_config)):
+
+
+def tell_limits(vllm_config: Any, settings: RetrievalSettings) -> None:
+    """Logs that no sequence can be long enough, or leave the device."""
+    most = vllm_config.model_config.max_model_len
+    if most >= settings.offload_boundary and (hindrance := offload_hindrance(vllm_config)):
         logger.warning(
             "kvrecall: NO SEQUENCE LEAVES THE DEVICE: those past "
             "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d decode sparsely on it, because %s",
             settings.offload_boundary,
             hindrance,
         )
-    if model.max_model_len <= settings.dense_boundary:
+    if most <= settings.dense_boundary:
         logger.warning(
             "kvrecall: RETRIEVAL CAN NEVER ACT: max_model_len=%d is within "
             "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d, so every sequence is attended to densely",
-            model.max_model_len,
+            most,
             settings.dense_boundary,
         )
 

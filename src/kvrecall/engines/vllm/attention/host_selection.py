@@ -139,6 +139,18 @@ class HostSelection(RetrievalLayer):
             self.store.written = torch.zeros(len(kv_cache), dtype=torch.int64)
         return self.store
 
+    def digest_step(self, kv_cache: torch.Tensor, step: SparseStep) -> None:
+        super().digest_step(kv_cache, step)
+        for one in step.indexed:
+            self._index(one)
+
+    def depart(
+        self, sequence: OffloadedSequence, block_ids: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        super().depart(sequence, block_ids, kv_cache)
+        if self._indexes is not None and self.store.written is not None:
+            self._indexes.depart(sequence.key, block_ids, self.store.written[block_ids])
+
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: HostPlan = step.plan
         search = plan.search
@@ -187,33 +199,38 @@ class HostSelection(RetrievalLayer):
             if not one.split.middle:
                 continue
             grouped = query[one.token].reshape(shape.kv_heads, shape.group, shape.head_dim)
-            left = None if one.offloaded is None else self._left[one.offloaded.key]
             # In the sequence's order, so that the sum does not depend on where blocks lie.
-            places = self._find(one, left, grouped, scale).sort(-1).values.numpy()
+            places = self._find(one, grouped, scale).sort(-1).values.numpy()
+            left = self._left_of(one)
             step.plan.enter(at, one, places, none if left is None else left.away)
             self._activity.blocks_in_place += int((places < one.left).sum())
             if noted:
                 self.note_selected(one.split, places)
 
-    def _find(
-        self, one: SparseSequence, left: _LeftBlocks | None, query: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _left_of(self, one: SparseSequence) -> _LeftBlocks | None:
+        return None if one.offloaded is None else self._left[one.offloaded.key]
+
+    def _find(self, one: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Places of the chosen blocks among the sequence's middle ones: int64 ``[kv_heads,
         chosen]``. ``query``: ``[kv_heads, group, dim]``."""
-        ids = one.blocks[one.left :].to(torch.int64)
-        digests, count = partial(self._from, ids, left), one.split.chosen
-        if self._indexes is None:
-            return choose(self._layout, query, digests(0), count, scale)
-        if one.offloaded is not None:
-            index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
-        else:
-            assert self.store.written is not None
-            index = self._indexes.on_device(ids, self.store.written[ids], digests)
-        return index.choose(query, count, scale)
+        if self._indexes is not None:
+            return self._index(one).choose(query, one.split.chosen, scale)
+        return choose(self._layout, query, self._from(one, 0), one.split.chosen, scale)
 
-    def _from(self, ids: torch.Tensor, left: _LeftBlocks | None, first: int) -> torch.Tensor:
-        """The digests of a sequence's middle blocks from a place on, the last of which are ``ids``:
-        int8 ``[kv_heads, blocks, rows, width]``."""
+    def _index(self, one: SparseSequence) -> SequenceIndex:
+        """The sequence's, with all its middle blocks."""
+        assert self._indexes is not None
+        assert self.store.written is not None
+        digests = partial(self._from, one)
+        if one.offloaded is not None:
+            return self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
+        ids = one.blocks.to(torch.int64)
+        return self._indexes.on_device(ids, self.store.written[ids], digests)
+
+    def _from(self, one: SparseSequence, first: int) -> torch.Tensor:
+        """The digests of a sequence's middle blocks from a place on: int8 ``[kv_heads, blocks,
+        rows, width]``."""
+        left, ids = self._left_of(one), one.blocks[one.left :].to(torch.int64)
         if left is None:
             return self.store.rows[:, ids[first:]]
         there = left.digests.rows[:, first : len(left.away)]
@@ -347,6 +364,14 @@ class SequenceIndexes:
             self._by_key[key] = self._make()
         self._complete(self._by_key[key], blocks, digests)
         return self._by_key[key]
+
+    def depart(self, key: str, ids: torch.Tensor, written: torch.Tensor) -> None:
+        """These blocks leave the device: their index, if it has no others, is the sequence's."""
+        inside = (one for one in self._held if len(one.ids) <= len(ids) and one.is_of(ids, written))
+        found = max(inside, key=lambda one: len(one.ids), default=None)
+        if found is not None and key not in self._by_key:
+            self._held.remove(found)
+            self._by_key[key] = found.index
 
     def forget(self, key: str) -> None:
         """The offloaded sequence has ended."""
