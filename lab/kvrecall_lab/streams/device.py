@@ -108,6 +108,10 @@ class Machine:
         self._threads.append(LateThread(self, name, len(self._threads)))
         return self._threads[-1]
 
+    def sleep(self, seconds: float) -> None:
+        """The host sleeps."""
+        self.now += seconds
+
     # ---- memory --------------------------------------------------------------------------
 
     def watch(self, begin: int, nbytes: int, cell: int) -> None:

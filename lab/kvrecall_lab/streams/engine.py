@@ -48,7 +48,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat import scheduler as compat
 from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
-from kvrecall.engines.vllm.connector import connector
+from kvrecall.engines.vllm.connector import connector, copier
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.worker import RecallWorker
@@ -152,8 +152,12 @@ class SimulatedCache(KVCacheConfig):
 
 @contextmanager
 def on(machine: Machine) -> Iterator[None]:
-    """Devices made in here are this machine's; and vLLM's parallel groups need not be there."""
-    attach = Arena.attach
+    """Devices made in here are this machine's, and the clock by which copies are stuck; and vLLM's
+    parallel groups need not be there."""
+    attach, clock = (
+        Arena.attach,
+        SimpleNamespace(monotonic=lambda: machine.now, sleep=machine.sleep),
+    )
 
     def kept(handle: ArenaHandle) -> Arena:
         arena = attach(handle)
@@ -172,6 +176,7 @@ def on(machine: Machine) -> Iterator[None]:
     with (
         patch.multiple(workers.config, **parallel),
         patch.object(workers, "settle_scales", lambda *_: None),
+        patch.object(copier, "time", clock),
         patch.object(Arena, "attach", kept),
         patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}),
     ):
