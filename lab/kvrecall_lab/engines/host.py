@@ -244,6 +244,7 @@ class Host:
         }
         params = SamplingParams(**given | more)
         self._started[id] = time.perf_counter()
+        self._first.pop(id, None)
         lora = LoRARequest(*adapter) if adapter else None
         more = {"lora_request": lora, "priority": priority}
         self._names[self._engine.add_request(id, item, params, **more)] = id
@@ -294,7 +295,8 @@ class Host:
             while pool.poll(ticket).state is RecallState.PENDING:
                 time.sleep(0.001)
             pool.release(ticket)
-            at_once = self._core.scheduler.kv_cache_config.num_blocks - 1
+            free = self._core.scheduler.kv_cache_config.num_blocks - 1
+            at_once = free if drawn else max(1, len(keys))
             for at in range(0, len(keys), at_once):
                 some = keys[at : at + at_once]
                 slots = pool.reserve(some, keys[at - 1] if at else None)
@@ -340,7 +342,7 @@ class Host:
 
     def _answer(self, output: Any) -> dict[str, Any]:
         submitted = self._started.pop(output.request_id)
-        first, spent = self._first.pop(output.request_id)
+        first, spent = self._first.pop(output.request_id, (0.0, 0.0))
         samples = output.outputs
         keys = self._chains.pop(output.request_id, ())
         prompt = zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=False)
