@@ -43,6 +43,10 @@ _OURS = {
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out",
     ),
+    "long": (
+        "Decoding behind up to a million tokens, off the device and from disk, and dense.",
+        "for retrieval: a small model, whose steps are attention; against it: random KV",
+    ),
     "router": (
         "Agents' sessions before two engines: which of them a router chooses, and what it knows.",
         "for prefix maps: sessions that come back, over system prompts that they share; against "

@@ -66,7 +66,9 @@ class Answer:
     """``tokens``: of all samples, one after the other. ``sources``: prompt tokens by tier.
     ``keys``: its blocks saved to the pool, in hex. ``gaps``: each token's lead over the second
     choice, and ``scores``: its log-probability, if requested. ``cached``: prompt tokens that were
-    not computed. ``prompt_scores``: log-probabilities of the prompt's tokens, if requested."""
+    not computed. ``prompt_scores``: log-probabilities of the prompt's tokens, if requested.
+    ``decode_s``, ``decode_cpu_s``: between the first token and the last, by the clock and by the
+    time of the engine's processors."""
 
     id: str
     tokens: tuple[int, ...]
@@ -78,6 +80,8 @@ class Answer:
     scores: tuple[float, ...] = ()
     cached: int = 0
     prompt_scores: tuple[float, ...] = ()
+    decode_s: float = 0.0
+    decode_cpu_s: float = 0.0
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Answer:

@@ -10,7 +10,8 @@
                            ``pool``; if ``running``, requests start over, otherwise only an idle
                            engine does it
 {"do": "change", ..}       changes the weights, as of ``kvrecall_lab.engines.changing``
-{"do": "fill", "prompts": [[..], ..]}  has the pool hold made-up KV as if it had served these
+{"do": "fill", "prompts": [[..], ..], "drawn": ..}  has the pool hold made-up KV as if it had
+                           served these: zeros, or random numbers if ``drawn``
 {"do": "cancel", "id": .., "when": ..}  aborts a request, which is not answered; with ``when``
                            once it is in that state (``STATES``), and ``{"cancelled": id}``
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
@@ -43,8 +44,8 @@ from typing import IO, Any
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import EngineError
-from kvrecall.pool.base import RecallState
-from kvrecall_lab.engines.kv import device_kv, joined
+from kvrecall.pool.base import RecallState, Verdict
+from kvrecall_lab.engines.kv import device_kv, joined, store_drawn
 
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
@@ -140,7 +141,8 @@ class Host:
         self._replies = replies
         self._names: dict[str, str] = {}  # the engine's request id -> the client's
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
-        self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
+        self._started: dict[str, float] = {}  # when each was submitted
+        self._first: dict[str, tuple[float, float]] = {}  # its first token, also by the CPU's time
         self._doomed: dict[str, str] = {}  # requests to be aborted, each in which state
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
@@ -170,7 +172,7 @@ class Host:
                 elif name == "cancel":
                     self._cancel(order["id"])
                 elif name == "fill":
-                    _say(self._replies, {name: self._fill(order["prompts"])})
+                    _say(self._replies, {name: self._fill(**order)})
                 elif name == "metrics":
                     _say(self._replies, {"metrics": _metrics()})
                 elif name == "memory":
@@ -241,7 +243,8 @@ class Host:
             "output_kind": RequestOutputKind["CUMULATIVE" if samples == 1 else "FINAL_ONLY"],
         }
         params = SamplingParams(**given | more)
-        self._started[id] = time.perf_counter(), 0.0
+        self._started[id] = time.perf_counter()
+        self._first.pop(id, None)
         lora = LoRARequest(*adapter) if adapter else None
         more = {"lora_request": lora, "priority": priority}
         self._names[self._engine.add_request(id, item, params, **more)] = id
@@ -274,11 +277,14 @@ class Host:
                 _say(self._replies, {"cancelled": name, "when": self._doomed.pop(name)})
                 self._cancel(name)
 
-    def _fill(self, prompts: Sequence[list[int]]) -> dict[str, int]:
-        """Uses every chain as a request does, and saves what is missing: zeros."""
+    def _fill(self, prompts: Sequence[list[int]], drawn: bool = False) -> dict[str, int]:
+        """Uses every chain as a request does, and saves what is missing."""
         from vllm import SamplingParams
 
-        side = self._core.scheduler.connector._s
+        connector = self._core.scheduler.connector
+        if not connector._started.wait(_FILL_S):
+            raise EngineError("the fingerprint of the model's weights took too long")
+        side = connector._s
         pool, size = side._pool, side._facts.block_size
         for prompt in prompts:
             once = SamplingParams(max_tokens=1)
@@ -289,20 +295,38 @@ class Host:
             while pool.poll(ticket).state is RecallState.PENDING:
                 time.sleep(0.001)
             pool.release(ticket)
-            pool.reserve(keys)
-            pool.commit(keys)
+            free = self._core.scheduler.kv_cache_config.num_blocks - 1
+            at_once = free if drawn else max(1, len(keys))
+            for at in range(0, len(keys), at_once):
+                some = keys[at : at + at_once]
+                slots = pool.reserve(some, keys[at - 1] if at else None)
+                if drawn:
+                    self._draw([one.offset for one in slots if one.verdict is Verdict.RESERVED])
+                pool.commit(some)
             if not pool.flush(keys, _FILL_S):
                 raise EngineError("the pool is full: not all of a prompt is saved")
             self._engine.abort_request(["fill"])
         return {tier.name: tier.blocks for tier in pool.stats().tiers if tier.evictions}
 
+    def _draw(self, offsets: Sequence[int]) -> None:
+        """Fills records of the arena by way of the device, whose blocks no request may hold."""
+        from kvrecall.engines.vllm.device.base import Copy
+        from kvrecall.engines.vllm.wire import StepOrders, StoreOrder
+
+        side = self._core.scheduler.connector._s
+        self._engine.reset_prefix_cache()
+        copy = Copy(tuple(range(1, len(offsets) + 1)), tuple(offsets))
+        store = StoreOrder(-1, copy, side._auditor.origin())
+        arena, sizes = side._pool.arena_handle(), side._record_bytes
+        orders = StepOrders(arena, stores=[store], record_bytes=sizes)
+        self._llm.collective_rpc(store_drawn, args=(orders,))
+
     def _step(self) -> None:
         outputs = self._engine.step()
         self._note_chains()
         for output in outputs:
-            submitted, first = self._started[output.request_id]
-            if not first and output.outputs[0].token_ids:
-                self._started[output.request_id] = submitted, time.perf_counter()
+            if output.request_id not in self._first and output.outputs[0].token_ids:
+                self._first[output.request_id] = time.perf_counter(), time.process_time()
             if output.finished:
                 _say(self._replies, self._answer(output))
 
@@ -317,7 +341,8 @@ class Host:
                 del self._names[request_id]
 
     def _answer(self, output: Any) -> dict[str, Any]:
-        submitted, first = self._started.pop(output.request_id)
+        submitted = self._started.pop(output.request_id)
+        first, spent = self._first.pop(output.request_id, (0.0, 0.0))
         samples = output.outputs
         keys = self._chains.pop(output.request_id, ())
         prompt = zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=False)
@@ -336,6 +361,8 @@ class Host:
             "cached": output.num_cached_tokens or 0,
             "prompt_scores": [step[token].logprob for token, step in prompt if step],
             "ttft_s": first - submitted,
+            "decode_s": time.perf_counter() - first,
+            "decode_cpu_s": time.process_time() - spent,
         }
 
     def _watch_tables(self, connector: Any) -> None:

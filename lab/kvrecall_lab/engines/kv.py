@@ -25,6 +25,25 @@ def device_kv(worker: Any, tables: Mapping[str, Mapping[int, int]]) -> Kv:
     }
 
 
+def store_drawn(worker: Any, orders: Any) -> None:
+    """Called in a worker: draws random KV on the device and copies it to the arena, as
+    ``StepOrders`` of stores say."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()._w
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    for store in orders.stores:
+        ids = list(store.copy.block_ids)
+        for layer in layers:
+            layer.kv_cache[ids[0] : ids[-1] + 1].normal_()
+        for group in connector._retrieval_groups:
+            group.note_overwritten(ids)
+    connector.start_stores(orders)
+    while len(connector._report.stored) < len(orders.stores):
+        connector.finished()
+    connector.report()
+
+
 def joined(ranks: Sequence[Kv]) -> dict[str, dict[int, list[str]]]:
     """The KV of tensor-parallel ranks, in their order, as that of one."""
     return {
