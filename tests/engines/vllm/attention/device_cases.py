@@ -257,7 +257,9 @@ def attended_everywhere(
     bench.write(sequence, 0, len(sequence.keys))
     table, rows = sequence.block_ids.to(torch.int32)[None], [BatchRow(1, len(sequence.keys), False)]
     kept = KeptLayer("layer", lambda _: 20, Activity())
-    found, left = [], {}
+    layers: list[Any] = [bench.layer, kept]
+    found: list[torch.Tensor] = []
+    left: dict[int, OffloadedSequence] = {}
     for is_off in (False, True):
         if is_off:
             memory = np.zeros(20 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
@@ -266,7 +268,7 @@ def attended_everywhere(
         step = bench.planner.plan(rows, table, left)
         assert step is not None
         bench.layer.digest_step(bench.cache, step)
-        for layer in (bench.layer, kept):
+        for layer in layers:
             output = torch.empty(1, *sequence.query.shape, dtype=bench.shape.dtype)
             found.append(layer.attend(query[None], bench.cache, step, bench.terms, output=output))
     return found
