@@ -55,11 +55,15 @@ class Chain:
         size = (count, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
         self._device = device
         self._caches = [
-            torch.randn(size, device=device, dtype=shape.dtype) for _ in range(min(layers, _CACHES))
+            torch.randn(size, device=device, dtype=shape.dtype)
+            .to(shape.fp8 or shape.dtype)
+            .view(shape.stored)
+            for _ in range(min(layers, _CACHES))
         ]
-        self._query = torch.randn(
+        output = torch.randn(
             len(lengths), shape.heads, shape.head_dim, device=device, dtype=shape.dtype
         )
+        self._query = output.to(shape.query or shape.dtype)
         self._layers: list[Any] = [
             kernel.layer(str(at), settings, activity) for at in range(layers)
         ]
@@ -93,7 +97,7 @@ class Chain:
             settings.layout(shape.block_size, narrows=False),
             table.to(device),
         )
-        self._outputs = [torch.empty_like(self._query) for _ in self._layers]
+        self._outputs = [torch.empty_like(output) for _ in self._layers]
         self._terms = AttentionParameters(shape.head_dim**-0.5)
 
     def _turns(self) -> list[torch.Tensor]:

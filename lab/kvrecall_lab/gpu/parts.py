@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvrecall.gpu_check import CheckError, Finding, SkipError
@@ -28,6 +28,9 @@ kvrecall.engines.vllm.serving.app kvrecall.engines.vllm.attention.cuda
 kvrecall.server.connections""".split()
 """What the other parts import: a package that is missing is seen in the first seconds."""
 
+
+_SHARE = 0.1
+"""Of the middle blocks, as by default."""
 
 _PLUGINS = {"retrieval", "seeds", "weights", "waits"}
 """What vLLM loads of kvrecall, found by its metadata."""
@@ -62,18 +65,20 @@ def _environment(here: Here) -> Finding:
 
 
 def _chain(here: Here) -> Finding:
-    """Layers of sparse attention, launched and replayed; and over all blocks by the same kernel."""
+    """Layers of sparse attention, launched and replayed, also with the share of figures before the
+    default was halved, and over KV in eight bits; and over all blocks by the same kernel."""
     cases = [(batch, k << 10) for k in (32, 64, 128) for batch in (1, 4)]
     cases += [(8, 32 << 10), (1, 512 << 10)]
-    share = 0.2
-    return _measured(
-        here,
-        {
-            f"{batch} of {tokens}, {share if some else 'all blocks'}": ([tokens] * batch, some, {})
-            for batch, tokens in ([(2, 200)] if here.on_cpu else cases)
-            for some in (share, None)
-        },
-    )
+    many = [(2, 200)] if here.on_cpu else cases
+    found = {
+        f"{batch} of {tokens}, {share or 'all blocks'}": _Case([tokens] * batch, share)
+        for batch, tokens in many
+        for share in (_SHARE, 0.2, None)
+    }
+    for batch, tokens in many[-1:] if here.on_cpu else ((1, 32 << 10), (1, 128 << 10)):
+        coded = _Case([tokens] * batch, _SHARE, is_coded=True)
+        found[f"{batch} of {tokens}, {_SHARE}, fp8"] = coded
+    return _measured(here, found)
 
 
 def _variants(here: Here) -> Finding:
@@ -85,8 +90,8 @@ def _variants(here: Here) -> Finding:
     changes += [("device._TOKENS_A_PROGRAM", 128), ("device._MOST_SPLITS", 128)]
     if not here.on_cpu:  # Triton's interpreter has no such launches
         changes.insert(2, ("device.OVERLAPS", True))
-    cases: dict[str, Any] = {
-        f"{tokens}, {name}={value}": ([tokens], 0.2, {name: value})
+    cases = {
+        f"{tokens}, {name}={value}": _Case([tokens], _SHARE, {name: value})
         for name, value in changes
         for tokens in lengths
     }
@@ -94,12 +99,23 @@ def _variants(here: Here) -> Finding:
         for forks in (True, False):
             tokens = min(lengths[-1], 128 << 10)
             name = f"{tokens}, {missed} missed, forks={forks}"
-            cases[name] = [tokens], 0.2, {"cuda.FORKS": forks}, missed
+            cases[name] = _Case([tokens], _SHARE, {"cuda.FORKS": forks}, missed)
     return _measured(here, cases)
 
 
-def _measured(here: Here, cases: Mapping[str, Any]) -> Finding:
-    """Chains of layers: of each its lengths, the share, constants to change, and what is missed."""
+class _Case(NamedTuple):
+    """Lengths of sequences, as of ``Chain``. ``changes``: of constants. ``is_coded``: keys, values
+    and queries have eight bits."""
+
+    lengths: Sequence[int]
+    share: float | None
+    changes: Mapping[str, object] = {}
+    missed: float | None = None
+    is_coded: bool = False
+
+
+def _measured(here: Here, cases: Mapping[str, _Case]) -> Finding:
+    """Chains of layers, by name."""
     import torch
 
     from kvrecall.attention.settings import RetrievalSettings
@@ -116,13 +132,15 @@ def _measured(here: Here, cases: Mapping[str, Any]) -> Finding:
 
     places = {"device": device, "cuda": cuda, "base": base}
     found: dict[str, dict[str, object]] = {}
-    for name, (lengths, share, changes, *missed) in cases.items():
+    for name, case in cases.items():
         with ExitStack() as stack:
-            for path, value in changes.items():
+            for path, value in case.changes.items():
                 where, what = path.split(".")
                 stack.enter_context(patch.object(places[where], what, value))
             on, layers = torch.device(here.device), 2 if here.on_cpu else 30
-            chain = Chain(shape, settings, layers, lengths, share, on, *missed)
+            fp8 = torch.float8_e4m3fn if case.is_coded else None
+            of = replace(shape, fp8=fp8, query=fp8)
+            chain = Chain(of, settings, layers, case.lengths, case.share, on, case.missed)
             found[name] = chain.measure(2 if here.on_cpu else 20)
             here.say(f"{name}: microseconds a layer", **found[name])
             chain.close()

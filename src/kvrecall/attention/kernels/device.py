@@ -401,6 +401,7 @@ def attend_by_triton(
     share: int = 0,
     pages: torch.Tensor | None = None,
     turn: int = 0,
+    value_scale: float = 1.0,
 ) -> None:
     """Attention of the step's tokens over the blocks of its table, zeros for padding: one launch.
     If the step recalls blocks it takes ``turn`` 1 and, when they are there, ``turn`` 2; or then 3.
@@ -412,7 +413,8 @@ def attend_by_triton(
     least 16. A program takes ``share`` of a row's blocks; 0: as many as have 256 tokens; more if a
     row would have more than 64 programs. A row's result therefore does not depend on other rows.
     ``softcap``: bounds logits by a hyperbolic tangent; 0: they are not bounded. ``sinks``:
-    ``[heads]`` in one piece, logits without a value.
+    ``[heads]`` in one piece, logits without a value. ``value_scale``: what a stored 1 is; that of
+    keys, and of a query in eight bits, is in ``scale``.
     """
     size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
@@ -426,15 +428,24 @@ def attend_by_triton(
         "attend_rows", (step.rows, splits),
         query, step.facts, keys, values, table, parts, lse, lse if sinks is None else sinks,
         output, step.arrived, step.names, away, place,
-        scale, softcap, step.kv_heads, table.stride(0), share, splits, step.names.stride(0),
-        place.stride(0), away.stride(0), *query.stride()[:2], *keys.stride(), *values.stride(),
-        *output.stride()[:2],
+        scale, softcap, value_scale, step.kv_heads, table.stride(0), share, splits,
+        step.names.stride(0), place.stride(0), away.stride(0), *query.stride()[:2], *keys.stride(),
+        *values.stride(), *output.stride()[:2],
         GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
         SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None, WHOLE=pages is not None,
         TURN=turn, **_overlapping(turn),
         num_warps=warps_of(wide, keys.element_size()),
     )  # fmt: skip
+
+
+def halves(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache: ``[blocks, tokens, kv_heads, dim]``. Bytes are eight-bit floats,
+    e4m3."""
+    if kv_cache.dtype is torch.uint8:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
+    keys, values = torch.split(kv_cache.transpose(1, 2), dim, -1)
+    return keys, values
 
 
 def _overlapping(turn: int = 0) -> dict[str, bool]:

@@ -499,7 +499,8 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
     query, facts, keys, values, table, parts, lse, sinks, output, arrived, names, pages, place,
-    scale, softcap, kv_heads, most, share, splits, most_slots, numbers, page_block,
+    scale, softcap, value_scale,
+    kv_heads, most, share, splits, most_slots, numbers, page_block,
     query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim, output_token, output_head,
@@ -521,6 +522,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
     ``PADDED`` query heads ``GROUP``. Numerically stable in one pass (online softmax), in float32.
+    Eight-bit floats are multiplied as numbers of the output's type.
     """
     begin_overlapped(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -564,7 +566,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     tile = tl.arange(0, TILE)
     from_query = query + token * query_token
     q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
-    q = tl.load(from_query + q_at, mask=real, other=0.0)
+    q = tl.load(from_query + q_at, mask=real, other=0.0).to(output.dtype.element_ty)
     end = tl.minimum(first + share * SIZE, length)
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
@@ -586,7 +588,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
         there = begin + tile < length
         k_at = key_at + tokens[None, :] * key_token + head * key_head
         k_there = there[None, :] & (dims < DIM)[:, None]
-        k = tl.load(keys + k_at + dims[:, None] * key_dim, mask=k_there, other=0.0)
+        k = tl.load(keys + k_at + dims[:, None] * key_dim, mask=k_there, other=0.0).to(q.dtype)
         logits = tl.dot(q, k, input_precision="ieee").to(tl.float32) * scale
         if CAPPED:
             logits = softcap * (2.0 / (1.0 + tl.exp(-2.0 * logits / softcap)) - 1.0)
@@ -596,14 +598,16 @@ def attend_rows(  # type: ignore[no-untyped-def]
         kept = tl.exp(top - higher)
         v_at = value_at + tokens[:, None] * value_token + head * value_head
         v_there = there[:, None] & (dims < DIM)[None, :]
-        v = tl.load(values + v_at + dims[None, :] * value_dim, mask=v_there, other=0.0)
+        v = tl.load(values + v_at + dims[None, :] * value_dim, mask=v_there, other=0.0).to(q.dtype)
         summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(
             tl.float32
         )
         total = total * kept + tl.sum(weights, 1)
         top = higher
     out = (row * splits + tl.program_id(1)) * GROUP + heads
-    tl.store(parts + out[:, None] * DIM + dims[None, :], summed / total[:, None], mask=real)
+    tl.store(
+        parts + out[:, None] * DIM + dims[None, :], summed / total[:, None] * value_scale, mask=real
+    )
     tl.store(lse + out, top + tl.log(total), mask=heads < GROUP)
     used = tl.cdiv(length, share * SIZE)
     if is_last(arrived, row, used):

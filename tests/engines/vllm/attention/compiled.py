@@ -25,7 +25,10 @@ TYPES = dict.fromkeys(("facts", "blocks", "names", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
 TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "page_at": "*i64", "cache": "i64"}
 TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "sinks", "floats"), "*fp32")
-TYPES |= {"coded": "*i8", "arrived": "*i32", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
+TYPES |= {"coded": "*i8", "arrived": "*i32", "value_scale": "fp32"}
+TYPES |= dict.fromkeys(("scale", "factor", "softcap"), "fp32")
+
+EIGHT_BITS = [("fp8e4nv", 128, 4)] if CAPABILITY >= 90 else []
 
 
 def uses() -> Any:
@@ -35,8 +38,10 @@ def uses() -> Any:
         ("fp32", 128, 1),
         ("bf16", 80, 8),
         ("bf16", 256, 4),
+        *EIGHT_BITS,
     ):
-        pointers = dict.fromkeys(("query", "keys", "values", "pages", "output"), f"*{dtype}")
+        pointers = dict.fromkeys(("query", "keys", "values", "pages"), f"*{dtype}")
+        pointers["output"] = f"*{dtype}" if dtype[-2:].isdigit() else "*bf16"
         wide = max(16, 1 << (dim - 1).bit_length())
         heads = 1 << (group - 1).bit_length()
         sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
@@ -46,10 +51,12 @@ def uses() -> Any:
             of = {**fixed, "value_dim": 1, "WHOLE": whole, "TURN": turn}
             of["OVERLAPS"] = CAPABILITY >= 90 and turn == 1
             yield kernels.attend_rows, {**TYPES, **pointers}, of
-    for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
+    digests = [(128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)]
+    kinds = [("bf16", *one) for one in digests] + [(one[0], 128, 16, True) for one in EIGHT_BITS]
+    for dtype, dim, rows, bounds in kinds:
         wide = 1 << (dim - 1).bit_length()
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
-        pointers = dict.fromkeys(("query", "keys"), "*bf16")
+        pointers = dict.fromkeys(("query", "keys"), f"*{dtype}")
         group = {80: 16}.get(dim, 4 if bounds else 7)
         fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": device.ROWS_AT_ONCE // rows}
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
@@ -86,6 +93,7 @@ def main(capability: int) -> None:
 def torch_type(pointer: str) -> torch.dtype:
     """Of Triton's name of a pointer's type."""
     names = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+    names |= {"*fp8e4nv": torch.float8_e4m3fn}
     return names[pointer]
 
 

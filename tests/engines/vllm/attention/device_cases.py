@@ -76,8 +76,12 @@ class DeviceBench(Bench):
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         at = torch.arange(first, end)
         blocks, places = sequence.block_ids[at // BLOCK], at % BLOCK
-        both = torch.cat([sequence.keys[first:end], sequence.values[first:end]], -1)
-        self.cache[blocks, :, places] = both
+        both = [sequence.keys[first:end], sequence.values[first:end]]
+        if self.shape.fp8 is not None:
+            scales = self.terms.key_scale, self.terms.value_scale
+            codes = ((one / by).to(self.shape.fp8) for one, by in zip(both, scales, strict=True))
+            both = [one.view(torch.uint8) for one in codes]
+        self.cache[blocks, :, places] = torch.cat(both, -1)
         self.freshness.wrote_blocks(blocks.tolist())
 
 
@@ -111,7 +115,7 @@ def wipe(
     offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
     bench.layer.depart(offloaded, ids, bench.cache)
-    bench.cache[ids] = float("nan")
+    bench.cache[ids] = float("nan") if bench.shape.fp8 is None else 0x7F
     return offloaded
 
 
@@ -218,6 +222,56 @@ def test_dense_layers_keep_what_leaves(tokens_first: bool) -> None:
     kept.leave(offloaded, 1, bench.cache, None)
     assert not offloaded.is_kept
     assert activity.bytes_staged == 6 * bench.cache[0].nbytes
+
+
+@pytest.mark.parametrize(("codes", "tokens_first"), [(False, False), (True, True)])
+def test_keys_and_values_of_eight_bits(codes: bool, tokens_first: bool) -> None:
+    """To the bit as of the same numbers in 16 bits, scales being powers of two: on the device, off
+    it, and in dense layers. ``codes``: vLLM gives queries in eight bits, too."""
+    fp8, tokens, scales = torch.float8_e4m3fn, 1300, (0.25, 2.0, 0.5)
+    sizes = (tokens, 2, 64), (tokens, 2, 64), (4, 64)
+    coded = [(torch.randn(size) / by).to(fp8) for size, by in zip(sizes, scales, strict=True)]
+    numbers = [one.half() * by for one, by in zip(coded, scales, strict=True)]
+    sequence = Sequence(*numbers, torch.randperm(59)[:11] + 1)
+    shape = shape_of(dtype=torch.float16)
+    plain = DeviceBench(shape, SETTINGS, 60, tokens_first, AttentionParameters(0.125))
+    terms = AttentionParameters(0.125 * (scales[2] if codes else 1.0), 0.0, None, *scales[:2])
+    shape = replace(shape, fp8=fp8, query=fp8 if codes else None)
+    eight = DeviceBench(shape, SETTINGS, 60, tokens_first, terms)
+    want = attended_everywhere(plain, sequence, sequence.query)
+    got = attended_everywhere(eight, sequence, coded[2] if codes else sequence.query)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+    sparse, dense, off, kept = got
+    assert torch.equal(sparse, off)
+    assert torch.equal(dense, kept)
+    assert (sparse - dense).abs().max() > 1e-2, "all blocks were chosen"
+
+
+def attended_everywhere(
+    bench: DeviceBench, sequence: Sequence, query: torch.Tensor
+) -> list[torch.Tensor]:
+    """A sparse and a dense layer's attention, with all blocks on the device and with six off it."""
+    taken = {0, *sequence.block_ids.tolist()}
+    bench._free = torch.tensor([block for block in range(60) if block not in taken])
+    bench.write(sequence, 0, len(sequence.keys))
+    table, rows = sequence.block_ids.to(torch.int32)[None], [BatchRow(1, len(sequence.keys), False)]
+    kept = KeptLayer("layer", lambda _: 20, Activity())
+    layers: list[Any] = [bench.layer, kept]
+    found: list[torch.Tensor] = []
+    left: dict[int, OffloadedSequence] = {}
+    for is_off in (False, True):
+        if is_off:
+            memory = np.zeros(20 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
+            left[0] = wipe(bench, sequence, 6, memory, 256)
+            kept.leave(left[0], 6, bench.cache, None)
+        step = bench.planner.plan(rows, table, left)
+        assert step is not None
+        bench.layer.digest_step(bench.cache, step)
+        for layer in layers:
+            output = torch.empty(1, *sequence.query.shape, dtype=bench.shape.dtype)
+            found.append(layer.attend(query[None], bench.cache, step, bench.terms, output=output))
+    return found
 
 
 def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:

@@ -58,9 +58,8 @@ class Bench:
     ) -> None:
         self.shape = shape
         self.terms = terms or AttentionParameters(shape.head_dim**-0.5)
-        stored = shape.dtype if shape.fp8 is None else torch.uint8
         size = (blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        self.cache = torch.full(size, 3).to(stored)
+        self.cache = torch.full(size, 3).to(shape.stored)
         self.activity = Activity()
         self.kernel = self.make_kernel(shape)
         self.group = RetrievalGroup(self.activity, HeatTotals(), self.kernel)

@@ -33,7 +33,7 @@ def test_they_compile_for_gpus_and_keep_to_their_registers(capability: int) -> N
     done = run(str(script), str(capability), interpret="0")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 30, done.stdout
+    assert len(lines) == (36 if capability >= 90 else 30), done.stdout
     for line in lines:
         spilled = int(line.split("spills ")[1].split()[0])
         assert spilled <= 256, line

@@ -23,6 +23,7 @@ from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.step import StepPlanner
 from kvrecall.engines.vllm.compat import runner
+from kvrecall.errors import EngineError
 from kvrecall_lab.engines.counting import META, counting
 
 BLOCK = 128
@@ -186,3 +187,30 @@ def test_builders_of_a_pipeline_stage_agree_among_themselves(
     spec = SimpleNamespace(num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     assert made.make_kernel(spec).overhead_bytes == 7
     assert asked == ["tp"]
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_cache_of_eight_bits_has_a_scale_a_layer(
+    codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``codes``: vLLM gives queries in eight bits, too."""
+    monkeypatch.setattr(cuda, "TritonKernel", lambda shape, *_: shape)
+    monkeypatch.setattr(cuda, "most_of", lambda *_: None)
+    monkeypatch.setattr(cuda, "active_settings", lambda: RetrievalSettings(gate=False))
+    layer: Any = SimpleNamespace(_k_scale=torch.ones(()))
+    made: Any = object.__new__(cuda.TritonBuilder)
+    impl: Any = SimpleNamespace(num_heads=4, supports_quant_query_input=codes)
+    made.device, made.block_size, made._layer_names = torch.device("cpu"), BLOCK, ["layer"]
+    made._impls, made.specs = lambda: {"layer": impl}, dict
+    made.vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+    )
+    spec = SimpleNamespace(num_kv_heads=2, head_size=64, dtype=torch.uint8)
+    shape: Any = made.make_kernel(spec)
+    fp8 = torch.float8_e4m3fn
+    assert (shape.dtype, shape.fp8, shape.query) == (torch.bfloat16, fp8, fp8 if codes else None)
+    layer._k_scale = torch.ones(2)
+    with pytest.raises(EngineError, match="takes one scale of keys a layer"):
+        made.make_kernel(spec)

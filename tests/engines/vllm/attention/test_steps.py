@@ -12,6 +12,7 @@ import torch
 
 from engines.vllm.attention.sequences import shape_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import KernelShape
@@ -231,6 +232,14 @@ def test_what_cannot_work_is_refused(config: Any, said: str) -> None:
 def test_settings_that_cannot_work_are_refused(config: Any, changed: Any, said: str) -> None:
     with pytest.raises(EngineError, match=said):
         require_engine(config, replace(SEED, **changed))
+
+
+def test_a_gpu_reads_one_kind_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "is_on_cpu", lambda: False)
+    for name in ("fp8", "fp8_e4m3"):
+        require_engine(engine(cache_config=SimpleNamespace(cache_dtype=name)), SEED)
+    with pytest.raises(EngineError, match="kv_cache_dtype=fp8_e5m2 on a GPU; leave kv_cache_dtype"):
+        require_engine(engine(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2")), SEED)
 
 
 def test_what_works_is_not_refused() -> None:

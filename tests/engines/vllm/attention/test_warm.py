@@ -30,8 +30,10 @@ backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 
 CPU = torch.device("cpu")
 LAYERS = ("layers.2", "layers.3")
+FP8 = torch.float8_e4m3fn
 SHAPES = {
     "8B": KernelShape(8, 2, 128, 128, torch.bfloat16, ""),
+    "eight bits": KernelShape(8, 2, 128, 128, torch.bfloat16, "", FP8, query=FP8),
     "one KV head, short blocks": KernelShape(7, 1, 80, 32, torch.float16, ""),
 }
 SINKS = AttentionParameters(1.0, 0.0, torch.zeros(8, dtype=torch.bfloat16))
@@ -64,7 +66,7 @@ class Life:
     ) -> None:
         shape = self.shape = kernel.shape
         cache = torch.zeros(blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        self.cache = cache = cache.to(shape.dtype)
+        self.cache = cache = cache.to(shape.stored)
         if tokens_first:
             self.cache = cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
         self.kernel, self.settings, activity = kernel, settings, Activity()
@@ -88,11 +90,12 @@ class Life:
         rows = [BatchRow(1, one, False) for one in lengths]
         step = self.planner.plan(rows, tables, left, is_graph=graph)
         assert step is not None
-        query = torch.zeros(len(lengths), heads, self.shape.head_dim, dtype=self.shape.dtype)
+        output = torch.zeros(len(lengths), heads, self.shape.head_dim, dtype=self.shape.dtype)
+        query = output.to(self.shape.query or self.shape.dtype)
         for layer in self.layers:
             layer.digest_step(self.cache, step)
-            layer.attend(query, self.cache, step, terms)
-        self.kept.attend(query, self.cache, step, terms, torch.empty_like(query))
+            layer.attend(query, self.cache, step, terms, output)
+        self.kept.attend(query, self.cache, step, terms, output)
         if found is not None:
             self.kept.leave(found, found.count, self.cache, None)
             row = OffloadedRow(found, slice(0, 1), tables[0], lengths[-1], False)

@@ -58,7 +58,8 @@ Note = Callable[[Ints, Ints, int], None]
 class KernelShape:
     """The attention of a group of layers. ``dtype``: of queries, and of keys and values unless
     ``fp8``: the eight-bit float that these are kept as; ``isa``: the CPU's instruction set;
-    ``sinks``: whether layers have them; ``latent``: whether keys contain the values (MLA)."""
+    ``sinks``: whether layers have them; ``latent``: whether keys contain the values (MLA);
+    ``query``: that of queries, if vLLM codes them, too."""
 
     heads: int
     kv_heads: int
@@ -69,11 +70,17 @@ class KernelShape:
     fp8: torch.dtype | None = None
     sinks: bool = False
     latent: bool = False
+    query: torch.dtype | None = None
 
     @property
     def group(self) -> int:
         """Query heads to a KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of a cache's tensors."""
+        return self.dtype if self.fp8 is None else torch.uint8
 
     @property
     def token_bytes(self) -> int:
@@ -93,6 +100,13 @@ class AttentionParameters:
     sinks: torch.Tensor | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+
+    @property
+    def of_kernel(self) -> dict[str, Any]:
+        """Arguments of ``attend_by_triton``."""
+        scale = self.scale * self.key_scale
+        terms = {"scale": scale, "softcap": self.softcap, "sinks": self.sinks}
+        return {**terms, "value_scale": self.value_scale}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     _require_speculation(vllm_config, settings)
     plain = cache.cache_dtype in ("auto", "bfloat16", "float16", "float32")
-    if not plain and not (is_on_cpu() and fp8_type(vllm_config)):
+    is_read = plain or fp8_type(vllm_config) is not None
+    if not is_read or (cache.cache_dtype == "fp8_e5m2" and not is_on_cpu()):
         what = f"kv_cache_dtype={cache.cache_dtype}" + ("" if is_on_cpu() else " on a GPU")
         raise _refusal(what, "leave kv_cache_dtype at auto")
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):

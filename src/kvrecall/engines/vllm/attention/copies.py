@@ -50,10 +50,9 @@ class KeptLayer:
         output: torch.Tensor,
     ) -> torch.Tensor:
         """As of ``RetrievalLayer``, over all blocks."""
-        dim, terms = query.shape[-1], (parameters.scale, parameters.softcap, parameters.sinks)
-        keys, values = torch.split(kv_cache.transpose(1, 2), dim, -1)
-        pages = self.open(kv_cache).transpose(1, 2)[..., :dim]
-        kernels.attend_by_triton(query, keys, values, step.plan, output, *terms, pages=pages)
+        given = query, *kernels.halves(kv_cache, query.shape[-1]), step.plan, output
+        pages, _ = kernels.halves(self.open(kv_cache), query.shape[-1])
+        kernels.attend_by_triton(*given, **parameters.of_kernel, pages=pages)
         return output
 
 

@@ -168,8 +168,7 @@ class CpuKernel(AttentionKernel):
         count = shape.block_size * shape.head_dim
 
         def pack(ones: torch.Tensor) -> torch.Tensor:
-            stored = shape.dtype if shape.fp8 is None else torch.uint8
-            block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=stored)
+            block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.stored)
             keys = ones[:, None].contiguous()
             write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
             return block.view(2, count)[0]

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,12 @@ from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.room import GRAPH_ROWS, Most, cache_bytes, most_of
 from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, StepWork
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import most_of_ranks, padded_requests, replays_graphs
+from kvrecall.engines.vllm.compat.config import (
+    fp8_type,
+    most_of_ranks,
+    padded_requests,
+    replays_graphs,
+)
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event, Stream
 from kvrecall.errors import EngineError
@@ -106,9 +112,9 @@ class DeviceSelection(RetrievalLayer):
     def open(self, kv_cache: torch.Tensor) -> DigestStore:
         shape = self._shape
         want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.dtype:
+        if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.stored:
             raise EngineError(
-                f"retrieval attention takes KV caches of {shape.dtype} and shape [blocks, "
+                f"retrieval attention takes KV caches of {shape.stored} and shape [blocks, "
                 f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
                 f"{list(kv_cache.shape)}. Remove `retrieval` from VLLM_PLUGINS"
             )
@@ -334,11 +340,11 @@ class TritonKernel(AttentionKernel):
         """A layer of its own over a cache of a few blocks, a token's query, and its output."""
         shape = self.shape
         size = _SAMPLED, shape.kv_heads, shape.block_size, 2 * shape.head_dim
-        cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
-        query = cache.new_zeros((1, shape.heads, shape.head_dim))
+        cache = torch.zeros(size, dtype=shape.stored, device=self.device)
+        output = cache.new_zeros((1, shape.heads, shape.head_dim), dtype=shape.dtype)
         layer = TritonKernel(shape, self.device).layer("", settings, Activity())
         layer.digest_rows(cache).zero_()
-        return layer, cache, query, torch.empty_like(query)
+        return layer, cache, output.to(shape.query or shape.dtype), output
 
     def _sample_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
         """Of one sequence, and a block to digest. ``recalls``: with two blocks off the device."""
@@ -353,7 +359,8 @@ class TritonKernel(AttentionKernel):
         return self.schedule(ids[1:2].to(torch.int64), [sequence], layout, table)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
-        keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
+        keys, _ = kernels.halves(kv_cache, self.shape.head_dim)
+        bounds = store.layout.kind.name == "bounds"
         kernels.digest_by_triton(keys, store.rows, block_ids.to(torch.int32), bounds)
 
     def schedule(
@@ -408,9 +415,9 @@ class TritonKernel(AttentionKernel):
         output: torch.Tensor,
         parameters: AttentionParameters,
     ) -> None:
-        plan, of = step.plan, parameters
-        given = query, *self._halves(kv_cache), plan, output
-        attend = partial(kernels.attend_by_triton, *given, of.scale, of.softcap, of.sinks)
+        plan = step.plan
+        given = query, *kernels.halves(kv_cache, self.shape.head_dim), plan, output
+        attend = partial(kernels.attend_by_triton, *given, **parameters.of_kernel)
         if plan.fetched is None:
             attend(turn=0 if plan.place is None else 3)
             return
@@ -463,11 +470,6 @@ class TritonKernel(AttentionKernel):
         if sequence.place >= 0:
             self._left.give(sequence.place)
             sequence.place = -1
-
-    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
-        keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
-        return keys, values
 
 
 def _places_of(named: Ints, blocks: Ints) -> Ints:
@@ -548,11 +550,24 @@ class DeviceBuilder(RetrievalBuilder):
         return min(own, most, key=lambda support: support.value)
 
     def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
-        heads, spec = next(iter(self._impls().values())).num_heads, kv_cache_spec
-        shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
+        impl, spec = next(iter(self._impls().values())), kv_cache_spec
+        shape = KernelShape(
+            impl.num_heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, ""
+        )
+        if spec.dtype is torch.uint8:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            if any(layers[name]._k_scale.numel() > 1 for name in self._layer_names):
+                raise EngineError(
+                    "retrieval attention on a GPU takes one scale of keys a layer, and this model "
+                    "has one a head; leave kv_cache_dtype at auto, or remove `retrieval` from "
+                    "VLLM_PLUGINS"
+                )
+            fp8, dtype = fp8_type(self.vllm_config), self.vllm_config.model_config.dtype
+            query = fp8 if impl.supports_quant_query_input else None
+            shape = replace(shape, dtype=dtype, fp8=fp8, query=query)
         settings = active_settings()
         most = most_of(self.vllm_config, settings, self.specs())
-        kernel = TritonKernel(KernelShape(*shape), self.device, most)
+        kernel = TritonKernel(shape, self.device, most)
         on_host = self.device.type == "cpu"  # one that interprets is no measure
         if not on_host:
             kernel.warm(settings, kernel.most.left > 0, self._terms())
@@ -633,6 +648,12 @@ class DeviceAttention(RetrievalAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         runner.leave_room(cache_bytes)
+
+    def _parameters(self, layer: Any) -> AttentionParameters:
+        """With the scale of a query in eight bits."""
+        of = super()._parameters(layer)
+        codes = layer.query_quant is not None
+        return replace(of, scale=of.scale * layer._q_scale_float) if codes else of
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
