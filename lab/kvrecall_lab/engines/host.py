@@ -13,6 +13,8 @@
 {"do": "fill", "prompts": [[..], ..]}  has the pool hold made-up KV as if it had served these
 {"do": "cancel", "id": .., "when": ..}  aborts a request, which is not answered; with ``when``
                            once it is in that state (``STATES``), and ``{"cancelled": id}``
+{"do": "linger"}           lets no step begin, once blocks wait in the arena for room on the device
+                           (``{"lingers": true}``), until the pool service was restarted
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
@@ -44,6 +46,7 @@ from typing import IO, Any
 from kvrecall.block import BlockKey
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import RecallState
+from kvrecall.testing import wait_until
 from kvrecall_lab.engines.kv import device_kv, joined
 
 _SEED = 7  # of a request for several samples
@@ -142,6 +145,7 @@ class Host:
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._doomed: dict[str, str] = {}  # requests to be aborted, each in which state
+        self._lingers = False
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
@@ -169,6 +173,8 @@ class Host:
                     self._doomed[order["id"]] = order["when"]
                 elif name == "cancel":
                     self._cancel(order["id"])
+                elif name == "linger":
+                    self._lingers = True
                 elif name == "fill":
                     _say(self._replies, {name: self._fill(order["prompts"])})
                 elif name == "metrics":
@@ -188,6 +194,8 @@ class Host:
             if busy:
                 if self._doomed:
                     self._cancel_doomed()
+                if self._lingers:
+                    self._linger()
                 self._step()
 
     def _forget(self, running: bool, pool: bool) -> None:
@@ -273,6 +281,15 @@ class Host:
             if self._doomed.get(name, "") in states_of(request, scheduler.connector):
                 _say(self._replies, {"cancelled": name, "when": self._doomed.pop(name)})
                 self._cancel(name)
+
+    def _linger(self) -> None:
+        """As a step does that takes longer than a restart of the service."""
+        side, pool = self._core.scheduler.connector._s, self._core.scheduler.connector._pool
+        if any(any(load.offsets or ()) for load in side._matched.values()):
+            self._lingers = False
+            _say(self._replies, {"lingers": True})
+            wait_until(lambda: not pool.is_connected)
+            wait_until(lambda: pool.is_connected)
 
     def _fill(self, prompts: Sequence[list[int]]) -> dict[str, int]:
         """Uses every chain as a request does, and saves what is missing: zeros."""
