@@ -66,3 +66,4 @@ def test_a_short_run_is_clean() -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert (line["requests"], line["wrong"], line["stuck"], line["leaks"]) == (150, 0, 0, 0)
+    assert line["restarted"]

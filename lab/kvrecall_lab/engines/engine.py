@@ -160,10 +160,6 @@ class EngineProcess(ChildProcess):
         """Sends a request."""
         self.send({"do": "ask", **asdict(question), "logprobs": logprobs})
 
-    def change(self, **how: Any) -> None:
-        """Changes its weights, as of ``kvrecall_lab.engines.changing``."""
-        self.send({"do": "change", **how})
-
     def cancel(self, question_id: str, when: str = "") -> None:
         """Aborts a request. It may have been answered; if not, it is not any more. ``when``: once
         it is in that state, of ``host.STATES``; ``{"cancelled": id}`` comes in its place."""

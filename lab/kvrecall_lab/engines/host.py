@@ -14,6 +14,8 @@
                            served these: zeros, or random numbers if ``drawn``
 {"do": "cancel", "id": .., "when": ..}  aborts a request, which is not answered; with ``when``
                            once it is in that state (``STATES``), and ``{"cancelled": id}``
+{"do": "linger"}           lets no step begin, once blocks wait in the arena for room on the device
+                           (``{"lingers": true}``), until the pool service was restarted
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
@@ -45,6 +47,7 @@ from typing import IO, Any
 from kvrecall.block import BlockKey
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import RecallState, Verdict
+from kvrecall.testing import wait_until
 from kvrecall_lab.engines.kv import device_kv, joined, store_drawn
 
 _SEED = 7  # of a request for several samples
@@ -144,6 +147,7 @@ class Host:
         self._started: dict[str, float] = {}  # when each was submitted
         self._first: dict[str, tuple[float, float]] = {}  # its first token, also by the CPU's time
         self._doomed: dict[str, str] = {}  # requests to be aborted, each in which state
+        self._lingers = False
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
@@ -171,6 +175,8 @@ class Host:
                     self._doomed[order["id"]] = order["when"]
                 elif name == "cancel":
                     self._cancel(order["id"])
+                elif name == "linger":
+                    self._lingers = True
                 elif name == "fill":
                     _say(self._replies, {name: self._fill(**order)})
                 elif name == "metrics":
@@ -190,6 +196,8 @@ class Host:
             if busy:
                 if self._doomed:
                     self._cancel_doomed()
+                if self._lingers:
+                    self._linger()
                 self._step()
 
     def _forget(self, running: bool, pool: bool) -> None:
@@ -276,6 +284,15 @@ class Host:
             if self._doomed.get(name, "") in states_of(request, scheduler.connector):
                 _say(self._replies, {"cancelled": name, "when": self._doomed.pop(name)})
                 self._cancel(name)
+
+    def _linger(self) -> None:
+        """As a step does that takes longer than a restart of the service."""
+        side, pool = self._core.scheduler.connector._s, self._core.scheduler.connector._pool
+        if any(any(load.offsets or ()) for load in side._matched.values()):
+            self._lingers = False
+            _say(self._replies, {"lingers": True})
+            wait_until(lambda: not pool.is_connected)
+            wait_until(lambda: pool.is_connected)
 
     def _fill(self, prompts: Sequence[list[int]], drawn: bool = False) -> dict[str, int]:
         """Uses every chain as a request does, and saves what is missing."""

@@ -178,7 +178,7 @@ def _change(
         return
     if running is not None:
         engine.ask(running, logprobs=True)
-    engine.change(**change)
+    engine.send({"do": "change", **change})
     awaited = {"change"} if running is None else {"change", "tokens"}
     until = time.monotonic() + _CHANGE_S
     while awaited:

@@ -17,7 +17,7 @@ from kvrecall_lab.trials import Keep, finish, one_of
 app = typer.Typer(add_completion=False)
 
 _HAPPENED = ("requests", "aborted", "preempted", "recalled_blocks")
-_FIGURES = (*_HAPPENED, "wrong", "stuck", "leaks", "parted")
+_FIGURES = (*_HAPPENED, "restarted", "wrong", "stuck", "leaks", "parted")
 
 
 @app.command()
@@ -33,9 +33,10 @@ def stress(
 ) -> None:
     """Ask a real engine, whose device cache holds forty blocks, for prompts that share prefixes,
     with priorities, adapters, grammars, several samples and log-probabilities, and abort a quarter
-    of them, while its pool service is killed and its pool emptied. Every reply is compared with
-    that of an engine without a pool. The last line is JSON; the exit status is 0 only if no reply
-    is wrong, nothing is stuck, nothing leaks, and requests were preempted, aborted, and recalled.
+    of them, while its service is killed, or restarted between two steps, and its pool emptied. All
+    replies are compared with those of an engine without a pool. The last line is JSON; the status
+    is 0 only if no reply is wrong, nothing is stuck or leaks, and requests were preempted, aborted,
+    and recalled.
     """
     chosen = one_of(device, tuple(DEVICES), "device")
     logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are intended

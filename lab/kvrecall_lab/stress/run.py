@@ -32,7 +32,7 @@ accelerator (``kvrecall_lab.streams``)."""
 _BLOCKS = 40
 _WIDTH = 14  # requests in flight
 _STUCK_S = 60.0
-_TROUBLES = ("device", "service", "device", "pool")
+_TROUBLES = ("restart", "device", "service", "device", "pool")
 _TROUBLE_EVERY = 35  # requests
 _ADAPTERS = 3
 _MODEL: Mapping[str, Any] = {"hidden": 128, "layers": 3, "kv_heads": 1, "dtype": "float32"}
@@ -136,6 +136,12 @@ class Stress:
             elif "id" in line:
                 answer = answers[line["id"]] = Answer.read(line)
                 del flying[answer.id]
+            elif "lingers" in line:
+                service.kill()
+                service.start()
+                self.report.add("restarted")
+                flying |= dict.fromkeys(flying, time.monotonic())
+                continue
             else:
                 continue
             over += 1
@@ -147,6 +153,8 @@ class Stress:
                 service.kill()
                 time.sleep(self._dice.uniform(0.0, 0.5))
                 service.start()
+            elif trouble == "restart":
+                engine.send({"do": "linger"})
             else:
                 engine.forget_device(running=True, pool=trouble == "pool")
 
@@ -163,9 +171,7 @@ class Stress:
         told = sum(n for name, n in metrics.items() if "kvrecall_prompt_tokens_total:" in name)
         sent = sum(len(one.question.prompt) * one.question.samples for one in self.orders)
         if told != sent:
-            self.report.fault(
-                "leaks", f"{device}: {told:.0f} of {sent} prompt tokens have a source"
-            )
+            self.report.fault("leaks", f"{device}: {told:.0f} of {sent} prompt tokens are told")
         size = sum(memory["groups"][0]["layers"])
         self.report.add("recalled_blocks", int(metrics["kvrecall_loaded_bytes_total"] // size))
         self.report.add("preempted", int(metrics["vllm:num_preemptions_total"]))

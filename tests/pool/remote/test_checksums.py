@@ -138,6 +138,7 @@ def test_a_slot_that_is_used_again_has_no_old_checksum(
     first, second = chain(NAMESPACE, 20), chain(NAMESPACE, 20, "second")
     pool = open_pool(tmp_path / "disk", remote_write="back")
     slots = save(pool, first)
+    wait_until(lambda: not any(block.io_refs for block in blocks_of(pool)))
     pool.drop(first)
     assert set(save(pool, second)) & set(slots), "other slots: nothing is shown"
     save(pool, first, salt=b"anew")
