@@ -24,3 +24,16 @@ def test_a_role_needs_a_pool_that_is_shared(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--role {role}: .* --pool-service"):
         launch.check(plan(tmp_path, role, recall))
+
+
+def test_roles_in_vllms_words(tmp_path: Path) -> None:
+    from kvrecall.engines.vllm.serving.app import connector_config, parse_args
+
+    words = {Role.BOTH: "kv_both", Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+    for role, word in words.items():
+        assert connector_config({}, role)["kv_role"] == word
+    shared = {"backend": "service", "socket": "/tmp/x/pool.sock"}
+    made = parse_args(plan(tmp_path, Role.DECODE, shared).spec)
+    assert made.kv_transfer_config.kv_role == "kv_consumer"
+    assert made.kv_transfer_config.is_kv_consumer
+    assert not made.kv_transfer_config.is_kv_producer

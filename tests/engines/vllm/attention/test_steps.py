@@ -63,6 +63,21 @@ def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None
     assert activity.sequences_gated == (not sparse)
 
 
+def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.kvrecall")
+    settings = RetrievalSettings(dense_boundary=100)
+    planned = planner(settings, Activity())
+    planned.plan([BatchRow(1, 40_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    planned.plan([BatchRow(1, 50, False), BatchRow(8, 8_000, True)], table(1, 2))
+    assert not caplog.records
+    for _ in range(2):
+        planned.plan([BatchRow(1, 9_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=100 that decode now (2) are" in said
+    planner(replace(settings, gate=False), Activity()).plan([BatchRow(1, 999, False)], table(1))
+    assert len(caplog.records) == 1, "too short to select from"
+
+
 @pytest.mark.parametrize(
     ("settings", "longest", "said"),
     [

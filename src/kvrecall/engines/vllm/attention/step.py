@@ -4,6 +4,7 @@ beside dense attention of the whole batch, and which digests must be computed fi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,6 +26,9 @@ from kvrecall.engines.vllm.attention.base import (
 )
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.device import device_of
+
+
+logger = logging.getLogger("vllm.kvrecall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,7 @@ class StepPlanner:
         self._activity = activity
         token_bytes = token_bytes or kernel.shape.token_bytes
         self.gate = Gate(settings, token_bytes, kernel.overhead_bytes, kernel.on_host)
+        self._told = False
         searched = settings.index == EXACT
         self._layout = settings.layout(self._block_size, kernel.on_host) if searched else None
 
@@ -192,7 +197,7 @@ class StepPlanner:
         """
         activity = self._activity
         activity.steps += 1
-        full = []
+        full, gated = [], 0
         sequences: list[SparseSequence] = []
         whole: list[SparseSequence] = []
         indexed: list[SparseSequence] = []
@@ -211,6 +216,7 @@ class StepPlanner:
                 full.append(block_table[index, first:end])
             elif not is_dense:
                 activity.sequences_gated += len(splits) * row.decodes
+                gated += row.decodes
             if is_sparse and not row.decodes and self._layout is None:
                 ids = block_table[index]
                 indexed.append(SparseSequence(index, token, splits[0], ids, sequence))
@@ -225,6 +231,8 @@ class StepPlanner:
                 one = SparseSequence(index, token + place, split, table, sequence)
                 (sequences if is_sparse and row.decodes else whole).append(one)
             activity.sequences_offloaded += len(splits) * (sequence is not None)
+        if gated and not sequences:
+            self._tell_gated(gated)
         if not (full or is_graph):
             return None
         stale = self._freshness.take_stale(torch.cat([*full, torch.empty(0, dtype=torch.int32)]))
@@ -248,3 +256,16 @@ class StepPlanner:
         if offloaded or (sparse and self.gate.passes(tokens, split)):
             return split
         return split.whole
+
+    def _tell_gated(self, sequences: int) -> None:
+        """Logs once that retrieval did not act although sequences are past the boundary."""
+        if self._told or not self._settings.gate or self._settings.topk_share == 1:
+            return
+        self._told = True
+        logger.info(
+            "kvrecall: retrieval: all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=%d that decode "
+            "now (%d) are attended to densely: sparse attention would be slower. "
+            "VLLM_RETRIEVAL_GATE=0 attends to them sparsely anyway",
+            self._settings.dense_boundary,
+            sequences,
+        )
