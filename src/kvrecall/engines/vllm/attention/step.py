@@ -27,7 +27,6 @@ from kvrecall.engines.vllm.attention.base import (
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.device import device_of
 
-
 logger = logging.getLogger("vllm.kvrecall")
 
 
