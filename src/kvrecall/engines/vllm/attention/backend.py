@@ -60,6 +60,7 @@ class RetrievalAttention:
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
     sliding_window: Any
+    supports_quant_query_input: bool
     kept_layer: KeptLayer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
