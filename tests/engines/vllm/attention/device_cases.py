@@ -253,7 +253,7 @@ def attended_everywhere(
 ) -> list[torch.Tensor]:
     """A sparse and a dense layer's attention, with all blocks on the device and with six off it."""
     taken = {0, *sequence.block_ids.tolist()}
-    bench._free = torch.tensor([block for block in range(60) if block not in taken])
+    bench.free = torch.tensor([block for block in range(60) if block not in taken])
     bench.write(sequence, 0, len(sequence.keys))
     table, rows = sequence.block_ids.to(torch.int32)[None], [BatchRow(1, len(sequence.keys), False)]
     kept = KeptLayer("layer", lambda _: 20, Activity())

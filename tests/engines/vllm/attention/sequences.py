@@ -68,7 +68,7 @@ class Bench:
         self.layer = self.kernel.layer("layer", settings, self.activity, note)
         self.whole = partial(attend_in_place, shape, "layer")
         self.group.add("layer", self.layer)
-        self._free = torch.randperm(blocks - 1) + 1
+        self.free = torch.randperm(blocks - 1) + 1
         self._used = 0
 
     def make_kernel(self, shape: KernelShape) -> AttentionKernel:
@@ -89,7 +89,7 @@ class Bench:
     def take(self, count: int) -> torch.Tensor:
         """Takes free blocks."""
         self._used += count
-        return self._free[self._used - count : self._used]
+        return self.free[self._used - count : self._used]
 
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         """Writes tokens ``[first, end)`` of the sequence."""

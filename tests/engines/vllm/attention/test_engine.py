@@ -136,5 +136,5 @@ def test_offload_without_a_pool_is_said_to_be_missing_once(whole: Engine) -> Non
     for _ in range(2):
         whole.ask(prompt_of(2100, 70), max_tokens=3)
     text = whole.log.read_text()
-    assert text.count("does not offload") == 1
+    assert text.count("NO SEQUENCE LEAVES THE DEVICE") == 1
     assert "use RecallConnector" in text
