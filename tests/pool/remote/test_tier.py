@@ -272,7 +272,7 @@ def test_a_slot_of_another_size_is_not_written(host: Host) -> None:
     key = chain(NAMESPACE, 1)
     host.bench.put(key)
     slot = host.bench.slot(1)
-    for into in (slot[:4096], slot[: len(slot) - 4096]):
+    for into in (slot[:4096], slot[: len(slot) - 4096], memoryview(bytearray(len(slot) + 4096))):
         host.tier.submit_get([Get(key[0], into)])
         assert host.bench.collect(key) == [Outcome.MISS]
 
