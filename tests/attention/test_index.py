@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvrecall.attention.index import (
     index_factory,
     require_index,
 )
-from kvrecall.attention.index.faiss import InvertedFile
+from kvrecall.attention.index.faiss import Graph, InvertedFile
 from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.host_selection import SequenceIndex
@@ -228,12 +227,16 @@ def test_blocks_are_indexed_as_a_prompt_is_computed() -> None:
     assert bench.activity.blocks_indexed == indexed
 
 
-def test_an_inverted_file_is_trained_again() -> None:
-    index = InvertedFile(DIM)
-    generator = np.random.default_rng(6)
-    for _ in range(4):
-        index.add(generator.standard_normal((4096, DIM)).astype(np.float32))
-    assert index._index.nlist == math.isqrt(4 * 4096)
+@pytest.mark.parametrize("kind", [InvertedFile, Graph])
+def test_an_index_is_the_same_however_its_vectors_came(kind: type[InvertedFile | Graph]) -> None:
+    """With a prompt's steps, or at once from the pool."""
+    draw = np.random.default_rng(6).standard_normal
+    vectors, queries = draw((9000, DIM), np.float32), draw((50, DIM), np.float32)
+    whole, parts = kind(DIM), kind(DIM)
+    whole.add(vectors)
+    for part in np.array_split(vectors, 7):
+        parts.add(part)
+    assert (whole.search(queries, 20)[1] == parts.search(queries, 20)[1]).all()
 
 
 def test_indexes_that_nothing_uses_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,16 +49,20 @@ class Flat(_Faiss):
 
 class InvertedFile(_Faiss):
     """Vectors by the nearest of some centroids, of which a search reads the lists of a few. All are
-    read while there are few; it is trained again when they are twice as many."""
+    read while there are few; it is trained again each time that they are twice as many, so that it
+    is the same however they came."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self._lists = self._trained = 0
 
     def add(self, vectors: Vectors) -> None:
-        super().add(vectors)
-        if self._index.ntotal >= max(_TRAINED_FROM, 2 * self._trained):
-            self._train()
+        while len(vectors):
+            room = max(_TRAINED_FROM, 2 * self._trained) - self._index.ntotal
+            super().add(vectors[:room])
+            if len(vectors) >= room:
+                self._train()
+            vectors = vectors[room:]
 
     def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
         if self._lists:
@@ -84,12 +88,20 @@ class InvertedFile(_Faiss):
 
 
 class Graph(_Faiss):
-    """A graph of near neighbours (HNSW: Malkov and Yashunin, arXiv 1603.09320)."""
+    """A graph of near neighbours (HNSW: Malkov and Yashunin, arXiv 1603.09320). What was added is
+    linked by the next search, at once: it finds more so, and the same however it came."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self._index = faiss.IndexHNSWFlat(width, _NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        self._waiting: list[Vectors] = []
+
+    def add(self, vectors: Vectors) -> None:
+        self._waiting.append(vectors.copy())
 
     def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
+        if self._waiting:
+            super().add(np.concatenate(self._waiting))
+            self._waiting.clear()
         self._index.hnsw.efSearch = max(64, count)
         return super().search(queries, count)
