@@ -51,7 +51,8 @@ def test_a_reply_that_is_compressed_though_none_was_asked_for(
         assert json.loads(whole.content)["usage"]["prompt_tokens"] == 1
         assert "content-encoding" not in whole.headers
         assert before.count("prompt_tokens_total", source="host") == 1
-        says[0] = raw(encode(STREAM), f"content-encoding: {encoding}", stream=True)
+        padded = encode(STREAM) + bytes(9)
+        says[0] = raw(padded, f"content-encoding: {encoding}", stream=True)
         streamed = before.complete(prompt="x", stream=True)
         assert streamed.content.endswith(b"data: [DONE]\n\n")
         assert until(lambda: before.count("prompt_tokens_total", source="host") == 2)

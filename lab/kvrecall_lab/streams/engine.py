@@ -154,10 +154,8 @@ class SimulatedCache(KVCacheConfig):
 def on(machine: Machine) -> Iterator[None]:
     """Devices made in here are this machine's, and the clock by which copies are stuck; and vLLM's
     parallel groups need not be there."""
-    attach, clock = (
-        Arena.attach,
-        SimpleNamespace(monotonic=lambda: machine.now, sleep=machine.sleep),
-    )
+    attach = Arena.attach
+    clock = SimpleNamespace(monotonic=lambda: machine.now, sleep=machine.sleep)
 
     def kept(handle: ArenaHandle) -> Arena:
         arena = attach(handle)

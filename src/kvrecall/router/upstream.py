@@ -276,7 +276,9 @@ async def _decoded(response: Reply) -> AsyncGenerator[bytes, None]:
         if not is_encoded:
             yield chunk
         while is_encoded and chunk:
-            if decoder is None or decoder.eof:  # gzip may have several members
+            if decoder is not None and decoder.eof and chunk[0] != 0x1F:
+                break  # padding, and no further member of gzip's
+            if decoder is None or decoder.eof:
                 is_bare = chunk[0] & 15 not in (8, 15)  # deflate as some send it, without a head
                 decoder = zlib.decompressobj(-15 if is_bare else 32 + 15)
             if data := decoder.decompress(chunk, _PIECE):

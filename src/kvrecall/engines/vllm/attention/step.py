@@ -246,7 +246,7 @@ class StepPlanner:
             on_device = device_of(self._kernel.device).send(block_table)
         graph_rows = len(rows) if is_graph else 0
         step = self._kernel.schedule(stale, sequences, self._layout, on_device, graph_rows)
-        return replace(step, indexed=tuple(indexed))
+        return replace(step, indexed=tuple(indexed)) if indexed else step
 
     def _split(self, row: BatchRow, tokens: int, offloaded: bool) -> Split:
         """Of the row's sequence at that length: without middle blocks if it is dense there."""
