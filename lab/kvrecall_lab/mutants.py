@@ -34,8 +34,9 @@ app = typer.Typer(add_completion=False)
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "lab" / "mutants.toml"
 _SOURCE = ROOT / "src"
-_TEST_S = 120  # of one test, unless others keep it waiting; beyond, it waits for what never comes
-_CPU_S = 300  # of the tests of one fault
+_TEST_S = 120  # of one test; beyond, it waits for what never comes
+_PATIENCE = 4  # times as long, at most, where others keep it waiting
+_CPU_S = 60  # of the tests of one fault
 _BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError")
 
 
@@ -218,7 +219,8 @@ def _tested(
     """Runs tests on these sources, until the first fails."""
     base = folder / name.replace("/", "-")
     report, log = Path(f"{base}.xml"), Path(f"{base}.log")
-    test_s = _TEST_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    test_s = _TEST_S * min(max(1.0, busy), _PATIENCE)
     arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={test_s}"]
     arguments += [f"--junitxml={report}", *tests]
     with _nursery() as nursery:
