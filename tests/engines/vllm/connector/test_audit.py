@@ -486,15 +486,17 @@ def audited(bench: Audited, name: str, tokens: int, first: int = 0) -> Request:
     return request
 
 
-@pytest.mark.parametrize("change", ["weights", "refuted"])
+@pytest.mark.parametrize("change", ["weights", "refuted", "not on the device"])
 def test_who_has_loaded_what_nothing_vouches_for_starts_over(pool: Pool, change: str) -> None:
-    """Its audit ended before its block was compared."""
+    """Its audit ended before its block was compared, or the block is not there to be compared."""
     Audited(pool).run("a", 60)
     Audited(pool).run("x", 60, first=500)
     two = Audited(pool)
     request, other = audited(two, "b", 60), two.request("c", 60, first=500)
     if change == "weights":
         two.side.weights_changed()
+    elif change == "not on the device":
+        two.blocks["b"][2] = 0
     else:
         assert two.matched(other) == 32
         two.report(two.step(other, 60), found=DIFFERS)
