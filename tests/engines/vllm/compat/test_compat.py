@@ -132,13 +132,13 @@ def test_only_this_package_replaces_anything_of_vllms() -> None:
 
 def test_within_it_only_by_the_table() -> None:
     for path in (ROOM / "compat").glob("*.py"):
-        if path.name not in ("patches.py", "serving.py"):
+        if path.name != "patches.py":
             assert offences(path.read_text()) == [], path.name
     installed = re.findall(
         r'install(?:_at_import)?\("([\w-]+)"',
         "".join(p.read_text() for p in (ROOM / "compat").glob("*.py")),
     )
-    assert sorted([*installed, "recall-in-usage"]) == sorted(PATCHES)
+    assert sorted(installed) == sorted(PATCHES)
 
 
 @pytest.mark.parametrize(

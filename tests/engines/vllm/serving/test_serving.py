@@ -259,7 +259,7 @@ def _parent(tell: Connection) -> None:
 
 
 def _core(tell: Connection) -> None:
-    from kvrecall.engines.vllm.compat.serving import end_with_parent
+    from kvrecall.engines.vllm.compat.processes import end_with_parent
 
     end_with_parent()
     tell.send(os.getpid())
