@@ -112,7 +112,7 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
     assert process.wait(60) == 0
 
 
-def test_a_marked_namespace_stays_marked(tmp_path: Path) -> None:
+def test_a_marked_namespace_stays_marked(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever a client sends, and after a kill and a restart of the command."""
     tmp_path.chmod(0o700)
     at = tmp_path / "s"
@@ -127,6 +127,7 @@ def test_a_marked_namespace_stays_marked(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
+        request.addfinalizer(process.kill)
         assert process.stdout is not None
         assert ("read-only" in process.stdout.readline()) == bool(marks)
         return process
