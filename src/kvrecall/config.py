@@ -185,6 +185,11 @@ class PoolTerms:
     host_marks: Watermarks = Watermarks(1.0, 1.0)  # eviction ahead of need; 1: none
     unwritten_marks: Watermarks = Watermarks(0.5, 0.4)  # of the host, with write_policy back
     read_only: bool = False  # engines save nothing, and clear nothing
+    read_only_namespaces: tuple[str, ...] = ()  # the same in these: first hex digits of digests
+
+    def spares(self, namespace: bytes) -> bool:
+        """Whether engines save nothing in the namespace of this digest, and clear nothing."""
+        return self.read_only or namespace.hex().startswith(self.read_only_namespaces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +380,14 @@ def _tenants(value: Any, name: str) -> dict[Tenant, TenantTerms]:
     return terms
 
 
+def _digests(value: Any, name: str) -> tuple[str, ...]:
+    digests = value if isinstance(value, list | tuple) else [value]
+    for each in digests:
+        if not (isinstance(each, str) and re.fullmatch("[0-9a-f]{8,32}", each)):
+            raise _wrong(name, each, "write 8 to 32 hex digits as in `kvrecall pool ls`")
+    return tuple(digests)
+
+
 def _remote(value: Any, name: str) -> Mapping[str, object] | None:
     if value is None:
         return None
@@ -472,6 +485,13 @@ class Settings(BaseModel):
     )
     pin_limit: float = _of_pool(
         "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
+    )
+    read_only_namespaces: Annotated[tuple[str, ...], _parsed(_digests)] = _of_pool(
+        "namespaces in which no engine saves or clears anything: a list of digests, or of their "
+        "first digits (8 at least), as `kvrecall pool ls` prints them",
+        (),
+        "none",
+        kind="list",
     )
     remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _of_pool(
         "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
@@ -652,6 +672,7 @@ def _settings(given: Settings) -> RecallSettings:
                 pin_limit=given.pin_limit,
                 host_marks=given.host_watermarks,
                 read_only=given.access == "read",
+                read_only_namespaces=given.read_only_namespaces,
             ),
             encryption_key_file=given.encryption_key_file,
             remote=remote,

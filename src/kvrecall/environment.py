@@ -55,6 +55,12 @@ SEEDS = Variable(
     "`1`",
     "engines with the connector only",
 )
+WITH_PARENT = Variable(
+    "KVRECALL_WITH_PARENT",
+    "ends an engine core when the server that started it is killed; `kvrecall serve` sets it",
+    "`1`",
+    "engines with the connector only",
+)
 TRACES_PROTOCOL = Variable(
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
     "how spans travel to `--otlp-traces-endpoint`, kvrecall's as vLLM's; OpenTelemetry's other "

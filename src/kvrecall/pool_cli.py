@@ -100,6 +100,7 @@ def serve(
     ttl: Annotated[str | None, _setting("ttl")] = None,
     write_policy: Annotated[str | None, _setting("write_policy")] = None,
     tenant_quota: Annotated[str | None, _setting("tenant_quota")] = None,
+    read_only_namespaces: Annotated[list[str] | None, _setting("read_only_namespaces")] = None,
     events: Annotated[
         str | None,
         typer.Option(
@@ -133,6 +134,9 @@ def _announce(config: PoolConfig, path: Path) -> None:
     disk = config.disk
     shown = f"{format_size(disk.capacity_bytes)} in {disk.path}" if disk else "none"
     text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk {shown}"
+    text += f", read-only {' '.join(config.terms.read_only_namespaces)}" * bool(
+        config.terms.read_only_namespaces
+    )
     typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 

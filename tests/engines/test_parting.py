@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kvrecall.engines.base import miss_text
-from kvrecall.engines.parting import ADVICE, costliest, with_cause
+from kvrecall.engines.parting import ADVICE, Partings, with_cause
 
 SYSTEM = "You are the assistant of a shop. Be brief, be kind, and answer in one line. "
 TOOLS = [
@@ -76,12 +76,30 @@ def test_another_cause_stays_and_other_reasons_have_none() -> None:
         assert with_cause(miss, [50] * 20, lambda _: "2026-11-27") == miss
 
 
-def test_the_costliest_places_are_summed() -> None:
+def test_the_costliest_places_of_an_hour_are_summed() -> None:
+    """Of more requests than are remembered by their ids, over several minutes, until they are
+    gone; of a crowd of places the dearest are kept."""
+    now = [0.0]
+    found = Partings(lambda: now[0])
     clock = {"reason": "diverged", "from": 0, "tokens": 900, "token": 40, "cause": "clock"}
-    missed = [(f"c{at}", clock) for at in range(3)]
-    missed += [(f"n{at}", {"reason": "diverged", "tokens": at, "token": at}) for at in range(20)]
-    missed += [("other", {"reason": "new", "from": 0, "tokens": 10_000})]
-    first, *others = costliest(missed)
-    assert (first.token, first.cause, first.requests, first.tokens) == (40, "clock", 3, 2700)
-    assert (first.example, first.advice) == ("c2", ADVICE["clock"])
-    assert [one.tokens for one in others] == list(range(19, 10, -1))
+    for at in range(9000):
+        now[0] = at / 100
+        found.note(f"c{at}", clock)
+    found.note("other", {"reason": "new", "from": 0, "tokens": 10_000})
+    for at in range(3000):
+        found.note(f"n{at}", {"reason": "diverged", "tokens": at, "token": at})
+    first, *others = found.costliest()
+    assert (first.token, first.cause, first.requests, first.tokens) == (
+        40,
+        "clock",
+        9000,
+        8_100_000,
+    )
+    assert (first.example, first.advice) == ("c8999", ADVICE["clock"])
+    assert [one.tokens for one in others] == list(range(2999, 2990, -1))
+    assert found.costliest()[0].requests == 9000
+    assert sum(map(len, found._minutes.values())) <= 2 * 256
+    now[0] = 3601.0
+    assert found.costliest()[0].requests == 3000
+    now[0] = 3661.0
+    assert found.costliest() == []

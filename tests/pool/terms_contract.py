@@ -12,7 +12,8 @@ from kvrecall.block import SHARED, Tenant, TierName, tenant_of
 from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms, Watermarks
 from kvrecall.errors import ConfigError
 from kvrecall.pool.admin import PoolAdmin
-from kvrecall.pool.base import PoolClient, TierStats, Verdict
+from kvrecall.pool.base import PoolClient, Presence, TierStats, Verdict
+from kvrecall.pool.departures import Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
@@ -69,6 +70,33 @@ class TermsContract:
         reader.pool.clear()
         assert reader.pool.find(keys).blocks == 8
         assert self.disk(reader).stats().blocks == 8
+
+    def test_a_namespace_that_its_operator_has_set_to_be_read(
+        self, start: Start, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Beside one that engines write: they recall its blocks, and neither save, clear nor retire
+        them. The log says so once."""
+        writer, other = start(PoolTerms()), namespace("other weights")
+        keys, theirs = keys_of("a", 8), chain(other, 3, "a")
+        writer.save(keys)
+        assert writer.pool.flush(keys, 30.0)
+        writer.end()
+        marked = PoolTerms(read_only_namespaces=("0" * 8, NAMESPACE.digest.hex()[:8]))
+        engine, new = start(marked), keys_of("b", 2)
+        engine.pool.register(other, BLOCK_BYTES)
+        for _ in range(2):
+            assert engine.save([*keys, *new]) == {Verdict.PRESENT: 8, Verdict.REFUSED: 2}
+        refused = engine.why(new[0])
+        assert (refused.presence, refused.cause) == (Presence.REFUSED, Refusal.READ_ONLY)
+        assert engine.save([*theirs, *new]) == {Verdict.RESERVED: 3, Verdict.REFUSED: 2}
+        assert self.pool_of(engine.pool).stats().refused == 6
+        assert [NAMESPACE.digest.hex() in line for line in caplog.messages].count(True) == 1
+        engine.pool.retire([NAMESPACE.digest])
+        assert engine.pool.find(keys).blocks == 8
+        assert self.pool_of(engine.pool)._retired == frozenset()
+        engine.pool.clear()
+        assert (engine.pool.find(keys).blocks, engine.pool.find(theirs).blocks) == (8, 0)
+        assert engine.recall(keys) == (TierName.DISK,) * 8
 
     def test_blocks_of_weights_that_are_gone_go_first(self, start: Start) -> None:
         """Though they were used last; not once the weights are back."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import gzip
+import importlib.util
 import json
 import socket
 import threading
@@ -216,6 +218,60 @@ def test_every_form_of_a_prompt_is_routed_by_prefix_or_counted(tmp_path: Path) -
         for path, body in UNREAD:
             assert before.client.post(path, json=body).status_code == 200
         assert before.count("affinity_total", outcome="unread") == len(UNREAD)
+
+
+NEEDS_JSON = {"/v1/audio/transcriptions", "/v1/audio/translations"}  # their bodies are forms
+KEPT = {"/v1/responses/{response_id}/cancel", "/v1/realtime"}  # by the one engine that has it
+DISPATCHES = {"/invocations", "/ping"}  # SageMaker's, to the routes of which clients know
+ADMINISTERS = set(
+    "/abort_requests /inference/v1/abort_requests /collective_rpc /fault_tolerance/apply /sleep "
+    "/wake_up /pause /resume /release_kv_cache_memory /reset_encoder_cache /reset_mm_cache "
+    "/reset_prefix_cache /scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile "
+    "/init_weight_transfer_engine /shutdown_weight_transfer_engine /start_weight_update "
+    "/start_draft_weight_update /update_weights /finish_weight_update /update_weight_version "
+    "/weight_checker /v1/load_lora_adapter /v1/unload_lora_adapter".split()
+)
+"""One engine: a router before several is no place for them."""
+
+
+def posts_of_vllm() -> set[str]:
+    """The routes in its source that a body or a connection is sent to."""
+    spec, found = importlib.util.find_spec("vllm"), set[str]()
+    assert spec is not None
+    assert spec.submodule_search_locations
+    for file in (Path(spec.submodule_search_locations[0]) / "entrypoints").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(
+                    ast.Attribute(attr="post" | "put" | "add_api_route" | "websocket"),
+                    [ast.Constant(str(path)), *_],
+                ) if path.startswith("/"):
+                    found.add(path)
+    return found
+
+
+def test_every_route_of_vllm_is_passed_on_and_counted_or_refused_in_words(tmp_path: Path) -> None:
+    """One that a new vLLM has is in no list here: decide where it belongs."""
+    by_prefix = {path for path, _ in FORMS.values()} | {"/v1/completions"}
+    refused = NEEDS_JSON | KEPT | DISPATCHES | ADMINISTERS
+    anywhere = sorted(posts_of_vllm() - by_prefix - refused)
+    assert "/v1/messages/count_tokens" in anywhere
+    body = {**FORMS["messages"][1], "model": "tiny", "stream": False}
+    heard: list[bytes] = []
+    with in_front_of(tmp_path, [saying("200 OK", '{"input_tokens": 7}')], heard=heard) as before:
+        for path in anywhere:
+            reply = before.client.post(path, json=body)
+            assert (reply.status_code, reply.text) == (200, '{"input_tokens": 7}'), path
+            assert heard.pop().startswith(b"POST %s HTTP/1.1" % path.encode())
+        assert before.count("affinity_total", outcome="unread") == len(anywhere)
+        for path in refused:
+            reply = before.client.post(path, json=body)
+            assert reply.status_code == 404, path
+            assert "does not pass on POST /" in reply.json()["error"]["message"]
+        assert not heard
+        assert before.count("requests_total", outcome="refused") == len(refused)
+        before.client.post("/v1/messages", json=FORMS["messages"][1])
+        assert before.count("affinity_total", outcome="new") == 1  # nothing is held by a count
 
 
 def test_two_routers_beside_each_other(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvrecall.engines.base import (
     Token,
     Update,
 )
-from kvrecall.engines.parting import PartingPlace, costliest
+from kvrecall.engines.parting import PartingPlace, Partings
 from kvrecall.server.access import OWN_HEADER
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
@@ -158,7 +158,11 @@ class FakeInsight:
         return []
 
     def partings(self) -> list[PartingPlace]:
-        return costliest((view.id, view.missed) for view in self.known if view.missed)
+        found = Partings()
+        for view in self.known:
+            if view.missed:
+                found.note(view.id, view.missed)
+        return found.costliest()
 
     def heat(self) -> None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -524,6 +525,44 @@ def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
     assert again.json()["ended"] == []
     assert len(again.json()["samples"]) <= 3
     assert len(again.content) < 20_000
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_the_ten_costliest_partings_of_real_requests(browser: Any, server: LiveServer) -> None:
+    """Of twelve places at which two requests each leave a known prompt. What they cost is in the
+    replies."""
+    draw = random.Random(7)
+    cost: dict[tuple[int, str], list[int]] = {}
+    last = {}
+    for place in range(12):
+        head = "".join(draw.choices("bcdfgh", k=150 + 10 * place))
+        for turn in range(3):
+            at = f"at 09:1{turn} " if place == 11 else "xyz"[turn]
+            behind = "".join(draw.choices("aeiou", k=80 + 30 * place))
+            body = {"model": "tiny", "prompt": head + at + behind, "max_tokens": 1}
+            reply = server.client.post("/v1/completions", json=body).json()
+            missed = reply["usage"]["prompt_tokens_details"]["recall"].get("missed", {})
+            if turn:
+                assert missed["reason"] == "diverged"
+                at_place = missed["token"], missed.get("cause", "")
+                cost.setdefault(at_place, []).append(missed["tokens"])
+                last[at_place] = reply["id"]
+    assert len(cost) == 12
+    most = sorted(cost, key=lambda one: -sum(cost[one]))[:10]
+    assert (most[0][1], {cause for _, cause in most[1:]}) == ("clock", {""})
+    page = Page(browser, server.url)
+    page.tab.wait_for_selector("#partings tbody tr:nth-child(10)")
+    rows = [
+        each.locator("th, td").all_inner_texts()
+        for each in page.tab.locator("#partings tbody tr").all()
+    ]
+    why = "kvrecall why says more of it"
+    assert rows == [
+        [f"{one[0]:,}", f"{sum(cost[one]):,}", "2", last[one], ADVICE.get(one[1], why)]
+        for one in most
+    ]
+    assert page.wrong == []
 
 
 @pytest.mark.long

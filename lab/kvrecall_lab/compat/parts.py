@@ -44,6 +44,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "server": (
         *(f"tests/server/test_serve.py::test_{name}" for name in _OF_SERVE),
         "tests/engines/vllm/serving/test_vllm_serve.py",
+        "tests/router/test_upstreams.py::test_every_route_of_vllm_is_passed_on_and_counted_or_refused_in_words",
     ),
     "retrieval": ("tests/engines/vllm/attention/test_engine.py",),
 }

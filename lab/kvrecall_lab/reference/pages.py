@@ -62,6 +62,7 @@ _REGISTRATIONS = {
     "device",
     "`vllm.general_plugins` entry points": "`retrieval`, `weights`, `seeds`, `waits`",
     "`--kv-transfer-config`": "`RecallConnector`",
+    "`app.state`": "handlers of ours: usage with the recall split, limits, `best_of`",
 }
 """Uses of vLLM's own extension points, for the docs."""
 

@@ -8,10 +8,12 @@ same tools stand in another order, and the template of the chat is another one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 MOST = 10
+_A_MINUTE = 256
 BEFORE, BEHIND = 48, 12  # tokens around the place that are looked at
 _HEAD = 64  # tokens within which a mark of a template is not one of a later turn
 
@@ -65,16 +67,43 @@ class PartingPlace:
     example: str = ""
 
 
-def costliest(missed: Iterable[tuple[str, Mapping[str, object]]]) -> list[PartingPlace]:
-    """Of requests' ids and misses, oldest first: the ``MOST`` places that cost most tokens."""
-    found: dict[tuple[object, str], PartingPlace] = {}
-    for name, miss in missed:
+class Partings:
+    """Where requests of the last hour left known prompts. Of a minute it keeps the places that cost
+    most, ``_A_MINUTE`` at most."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._minutes: dict[int, dict[tuple[int, str], PartingPlace]] = {}
+
+    def note(self, name: str, miss: Mapping[str, object]) -> None:
+        """A request, its id and its miss."""
         token, cause, tokens = miss.get("token"), str(miss.get("cause", "")), miss["tokens"]
         if isinstance(token, int) and isinstance(tokens, int):
-            made = PartingPlace(token, cause, ADVICE.get(cause, ""))
-            one = found.setdefault((token, cause), made)
-            one.requests, one.tokens, one.example = one.requests + 1, one.tokens + tokens, name
-    return sorted(found.values(), key=lambda one: -one.tokens)[:MOST]
+            made = PartingPlace(token, cause, ADVICE.get(cause, ""), 1, tokens, name)
+            places = self._of_hour().setdefault(int(self._clock() // 60), {})
+            _add(places, made)
+            if len(places) > _A_MINUTE:
+                del places[min(places, key=lambda place: places[place].tokens)]
+
+    def costliest(self) -> list[PartingPlace]:
+        """The ``MOST`` places that cost most tokens."""
+        found: dict[tuple[int, str], PartingPlace] = {}
+        for _, places in sorted(self._of_hour().items()):
+            for one in places.values():
+                _add(found, replace(one))
+        return sorted(found.values(), key=lambda one: -one.tokens)[:MOST]
+
+    def _of_hour(self) -> dict[int, dict[tuple[int, str], PartingPlace]]:
+        last = int(self._clock() // 60) - 60
+        self._minutes = {at: places for at, places in self._minutes.items() if at > last}
+        return self._minutes
+
+
+def _add(places: dict[tuple[int, str], PartingPlace], new: PartingPlace) -> None:
+    one = places.setdefault((new.token, new.cause), new)
+    if one is not new:
+        one.requests, one.tokens = one.requests + new.requests, one.tokens + new.tokens
+        one.example = new.example
 
 
 def with_cause(

@@ -21,6 +21,7 @@ class Refusal(enum.StrEnum):
     POLICY = "policy"  # worth no more than the blocks that it would displace
     QUOTA = "quota"  # its tenant is at its limit, with blocks that cannot be evicted now
     ROOM = "room"  # every block is in use, or still to be written below
+    READ_ONLY = "read-only"  # an operator marked its namespace, or the pool
 
 
 _KINDS: tuple[Cause | Refusal, ...] = (*Cause, *Refusal)

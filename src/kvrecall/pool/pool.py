@@ -193,6 +193,7 @@ class Pool:
         self._retired: frozenset[bytes] = frozenset()  # namespaces
         self._unswept: frozenset[bytes] = frozenset()  # those whose blocks are not looked for yet
         self._retiring: Iterator[None] = iter(())  # looks for others', some with each step
+        self._told: set[bytes] = set()  # read-only namespaces that the log has named
         self._absent: tuple[TierStats, ...] = ()  # of a disk that could not be opened
         self.store_name: str | None = None  # of the remote store, the same on all hosts
         self.describe: Callable[[bytes], object] = bytes  # takes batches of engines' KV events
@@ -287,7 +288,8 @@ class Pool:
 
     def retire(self, digests: Collection[bytes]) -> None:
         with self._changed:
-            self._unswept |= self._namespaces.keys() & {*digests} - self._retired
+            ours = {digest for digest in digests if not self._terms.spares(digest)}
+            self._unswept |= self._namespaces.keys() & ours - self._retired
             self._retired |= self._unswept
             self._set_retired()
 
@@ -506,7 +508,7 @@ class Pool:
                 hanging = [b.parent for b in made.values() if hangs(b.key, b.parent)]
                 return [*present, *self._lines_of(hanging)]
 
-            for block in [] if self._closed or self.is_read_only else self._place(made, in_use):
+            for block in self._place(self._accepted(made), in_use):
                 filling[block.key] = block
             reserved = Verdict.RESERVED
             given: list[Reservation] = []
@@ -559,13 +561,15 @@ class Pool:
                     return False
                 self._changed.wait(min(left, _RETRY_S))
 
-    @property
-    def is_read_only(self) -> bool:
-        """Whether engines may save nothing, and clear nothing."""
-        return self._terms.read_only
+    def is_read_only(self, namespace: bytes) -> bool:
+        """Whether engines save nothing in the namespace of this digest, and clear nothing."""
+        return self._terms.spares(namespace)
 
     def clear(self) -> None:
-        if self.is_read_only:
+        if self._terms.read_only or self._terms.read_only_namespaces:
+            spares, held = self._terms.spares, self.admin.blocks()
+            lost = {each.key for each in held if not spares(each.key[:NAMESPACE_BYTES])}
+            self.admin.drop(lost, Cause.CLEARED)
             return
         with self._changed:
             self._drain()
@@ -767,6 +771,22 @@ class Pool:
                 line[key] = block
                 key = block.parent
         return list(line.values())
+
+    def _accepted(self, made: Mapping[BlockKey, Block]) -> Mapping[BlockKey, Block]:
+        """Those of new blocks that may be saved; the log names each read-only namespace once."""
+        if self._closed:
+            return {}
+        digests = {key[:NAMESPACE_BYTES] for key in made}
+        spared = {digest for digest in digests if self._terms.spares(digest)}
+        for digest in spared - self._told:
+            _LOG.warning(
+                "pool: namespace %s is read-only by this pool's settings; no block of it is saved",
+                digest.hex(),
+            )
+        self._told |= spared
+        refused = {key: made[key] for key in made if key[:NAMESPACE_BYTES] in spared}
+        self._host.refuse(refused.values(), Refusal.READ_ONLY)
+        return {key: made[key] for key in made if key not in refused} if refused else made
 
     def _place(
         self, made: Mapping[BlockKey, Block], in_use: Callable[[], Sequence[Block]]

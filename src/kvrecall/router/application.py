@@ -31,7 +31,16 @@ _OUTCOMES = {
     503: ("shed", "service_unavailable"),
 }
 """Of requests that the router answers itself, by status: how they count, and the error's type."""
-_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+_BY_PREFIX = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+_ANYWHERE = (
+    "/v1/messages/count_tokens /tokenize /detokenize /v1/chat/completions/batch /cohere/v2/chat "
+    "/cohere/v2/chat/render /inference/v1/generate /v1/decisions /v1/systemone "
+    "/generative_scoring /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank "
+    "/v1/rerank /v2/rerank /v1/completions/render /v1/chat/completions/render "
+    "/v1/messages/render /v1/responses/render /v1/completions/derender "
+    "/v1/chat/completions/derender"
+).split()
+"""Routes of vLLM that go to the least busy instance, and count as unread."""
 PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
 
@@ -83,7 +92,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
                 content = b"".join([chunk async for chunk in request.stream() if chunk])
                 unsent = held.enter_context(contextlib.ExitStack())
                 unsent.enter_context(holding(len(content)))
-                body, prompt = await aside(len(content), _read, content)
+                body, prompt = await aside(len(content), _read, content, path in _BY_PREFIX)
                 completion = Completion(path, body, headers, prompt, unsent, span=span)
                 del content, body
                 reply = await while_connected(request, router.serve(completion, held))
@@ -120,9 +129,9 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = ", ".join((*_ROUTES, *others))
+        known = ", ".join((*_BY_PREFIX, *_ANYWHERE, *others))
         why = f"the router does not pass on {request.method} {request.url.path[:80]}; it serves"
-        return error_response(error.status_code, f"{why} {known}", "invalid_request_error")
+        return refuse(error.status_code, f"{why} {known}")
 
     others = {"/v1/models": models, "/health": health, "/metrics": page}
     guard = Middleware(
@@ -136,7 +145,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
     )
     return Starlette(
         routes=[
-            *(Route(path, complete, methods=["POST"]) for path in _ROUTES),
+            *(Route(path, complete, methods=["POST"]) for path in (*_BY_PREFIX, *_ANYWHERE)),
             *(Route(path, endpoint) for path, endpoint in others.items()),
         ],
         middleware=[guard],
@@ -145,9 +154,9 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
     )
 
 
-def _read(content: bytes) -> tuple[Body, Prompt | None]:
+def _read(content: bytes, has_prefix: bool) -> tuple[Body, Prompt | None]:
     body = Body.read(content)
-    return body, prompt_of(body)
+    return body, prompt_of(body) if has_prefix else None
 
 
 def _check_encoding(request: Request) -> None:

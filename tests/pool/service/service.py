@@ -18,10 +18,10 @@ MIB = 1 << 20
 TEMPLATE = """
 import json, os, resource, sys
 from pathlib import Path
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool.service.endpoint import serve
 
-def run(folder, host_bytes, max_files, events):
+def run(folder, host_bytes, max_files, events, read_only):
     if max_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     folder = Path(folder)
@@ -32,7 +32,11 @@ def run(folder, host_bytes, max_files, events):
         return EventPublisher(pool, "127.0.0.1", events).close
 
     serve(
-        PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
+        PoolConfig(
+            host_bytes,
+            DiskConfig(folder / "disk", 256 << 20),
+            terms=PoolTerms(read_only_namespaces=tuple(read_only)),
+        ),
         folder / "pool.sock",
         lambda: print("ready", flush=True),
         publish if events else None,
@@ -112,12 +116,13 @@ class Service:
         self._host_bytes = host_bytes
         self._max_files = max_files
         self._events = events
+        self.read_only: list[str] = []  # namespaces, from the next start on
         self._runs = False
         self.start()
 
     def start(self) -> None:
         self.pid = template().start(
-            str(self.folder), self._host_bytes, self._max_files, self._events
+            str(self.folder), self._host_bytes, self._max_files, self._events, self.read_only
         )
         self._runs = True
 

@@ -112,6 +112,60 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
     assert process.wait(60) == 0
 
 
+def test_a_marked_namespace_stays_marked(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Whatever a client sends, and after a kill and a restart of the command."""
+    tmp_path.chmod(0o700)
+    at = tmp_path / "s"
+    digest = ONE.digest.hex()
+    code = "from kvrecall.pool_cli import app; app()"
+    words = f"serve --socket {at} --host-size 16MiB --disk-path {tmp_path}/d --disk-size 64MiB"
+
+    def serve(*marks: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *words.split(), *marks],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        request.addfinalizer(process.kill)
+        assert process.stdout is not None
+        assert ("read-only" in process.stdout.readline()) == bool(marks)
+        return process
+
+    wrong = pool(*words.split(), "--read-only-namespaces", "abc")
+    assert (wrong.exit_code, "8 to 32 hex digits" in wrong.stderr) == (2, True)
+    process = serve()
+    client = ServiceClient(at, call_timeout_s=60.0)
+    client.register(ONE, SIZES[ONE])
+    engine, keys, new = Engine(client, SIZES[ONE]), chain(ONE, 6), chain(ONE, 2, "new")
+    engine.save(keys)
+    assert client.flush(keys, 60.0)
+    for _ in range(2):
+        process.kill()
+        process.wait(60)
+        process = serve("--read-only-namespaces", digest[:12])
+        pid = process.pid
+        wait_until(lambda pid=pid: client.arena_handle().pid == pid)
+        engine.close()
+        engine = Engine(client, SIZES[ONE])
+        assert client.find(keys).tiers == (TierName.DISK,) * 6
+        client.clear()
+        client.retire([ONE.digest])
+        client.register(ONE, SIZES[ONE])
+        assert engine.save(new) == {Verdict.REFUSED: 2}
+        assert engine.recall(keys) == (TierName.DISK,) * 6
+        assert as_json("stat", "--socket", at)["stats"]["refused"] >= 2
+        assert as_json("ls", "--socket", at)["rows"][0]["disk_blocks"] == 6
+    with pytest.raises(ConfigError, match="no effect with backend 'service'"):
+        RecallSettings.from_mapping({"backend": "service", "read_only_namespaces": [digest]})
+    engine.close()
+    client.close()
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert log.count(f"namespace {digest} is read-only by this pool's settings") == 1
+
+
 def test_no_service_is_said_with_the_cure(tmp_path: Path) -> None:
     for command in ("stat", "ls", "verify", "clear"):
         done = pool(command, "--socket", tmp_path / "none.sock")

@@ -31,7 +31,7 @@ from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_p
 E = TypeVar("E", bound=enum.Enum | None)
 M = TypeVar("M")
 
-PROTOCOL = 100 * FORMAT_VERSION + 14
+PROTOCOL = 100 * FORMAT_VERSION + 15
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20

@@ -416,8 +416,9 @@ class Connection(asyncio.Protocol):
         return p.Flushed(request.number, is_durable)
 
     async def _clear(self, number: int, session: Session) -> p.Message:
-        namespaces = tuple(digest.hex() for digest in session.namespaces)
-        if namespaces and not self._server.pool.is_read_only:
+        spares = self._server.pool.is_read_only
+        namespaces = tuple(each.hex() for each in session.namespaces if not spares(each))
+        if namespaces:
             drop = Drop(Query(namespaces), True)
             await self._command(lambda: drop.run(self._server.pool, lambda *_: None))
         return p.Acknowledged(number)

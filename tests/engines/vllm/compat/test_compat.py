@@ -32,6 +32,7 @@ from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
 from kvrecall.engines.vllm.compat.runner import _without_offsets
+from kvrecall.engines.vllm.compat.serving import handler_as
 from kvrecall.engines.vllm.compat.versions import command_line, engine_version
 from kvrecall.engines.vllm.compat.weights import watch_weights
 from kvrecall.engines.vllm.identity import weights
@@ -132,13 +133,13 @@ def test_only_this_package_replaces_anything_of_vllms() -> None:
 
 def test_within_it_only_by_the_table() -> None:
     for path in (ROOM / "compat").glob("*.py"):
-        if path.name not in ("patches.py", "serving.py"):
+        if path.name != "patches.py":
             assert offences(path.read_text()) == [], path.name
     installed = re.findall(
         r'install(?:_at_import)?\("([\w-]+)"',
         "".join(p.read_text() for p in (ROOM / "compat").glob("*.py")),
     )
-    assert sorted([*installed, "recall-in-usage"]) == sorted(PATCHES)
+    assert sorted(installed) == sorted(PATCHES)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,17 @@ def test_within_it_only_by_the_table() -> None:
 )
 def test_an_assignment_is_seen(source: str) -> None:
     assert offences(source)
+
+
+def test_a_handler_of_ours_has_what_vllm_configured() -> None:
+    class Own(Theirs):
+        pass
+
+    plain = Theirs()
+    vars(plain)["given"] = 1
+    own = handler_as(plain, Own, limits=2)
+    assert (type(own), vars(own)) == (Own, {"given": 1, "limits": 2})
+    assert (type(plain), vars(plain)) == (Theirs, {"given": 1})
 
 
 class Theirs:

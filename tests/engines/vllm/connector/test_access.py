@@ -14,6 +14,8 @@ from engines.vllm.engine import Engine, prompt_of
 from engines.vllm.exactness import BLOCK
 from kvrecall.engines.vllm.connector.connector import _settings_of
 from kvrecall.errors import ConfigError
+from kvrecall.pool.service.admin import List, ServiceAdmin
+from kvrecall.testing import wait_until
 
 HIT = 3 * BLOCK
 
@@ -49,6 +51,39 @@ def test_engines_beside_a_writer(
                 other.forget_all()
             assert recalled(writer, 1) == HIT, access
             other.close()
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_engines_over_a_namespace_that_its_operator_marked(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One that wrote it before, and forgets it then for itself alone; and one that starts."""
+    with Service(tmp_path / "service", 256 * MIB) as service:
+        pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
+        pool |= {"load_deadline": 60, "load_or_compute": "load", "audit": "off"}
+
+        def recalled(engine: Engine, seed: int) -> int:
+            engine.forget_device()
+            found = engine.ask(prompt_of(HIT + 30, seed))["from"]
+            assert engine.flush()
+            return int(found["host"] + found["disk"])
+
+        writer = start(model=str(model_folder("qwen3")), pool=pool)
+        assert [recalled(writer, 1) for _ in range(2)] == [0, HIT]
+        with ServiceAdmin(service.socket) as admin:
+            (row,) = admin.do(List()).rows
+        service.kill()
+        service.read_only = [row.name]
+        service.start()
+        wait_until(lambda: recalled(writer, 1) == HIT)  # it joins within a second, with a step
+        assert [recalled(writer, seed) for seed in (2, 2, 1)] == [0, 0, HIT]
+        assert service.look().stats.refused > 0
+        writer.forget_all()
+        writer.close()
+        other = start(model=str(model_folder("qwen3")), pool=pool)
+        assert [recalled(other, seed) for seed in (1, 3, 3)] == [HIT, 0, 0]
+        other.close()
 
 
 @pytest.mark.parametrize(

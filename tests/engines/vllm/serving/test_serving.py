@@ -20,6 +20,8 @@ from server.live import all_gone
 from support.warm import CONTEXT
 
 from kvrecall.engines.base import Limits, ServeSpec
+from kvrecall.engines.vllm.compat import waits
+from kvrecall.environment import WITH_PARENT
 
 pytestmark = pytest.mark.engine
 
@@ -242,7 +244,7 @@ def test_a_memory_factor_is_no_default_of_ours(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_engine_core_ends_with_its_parent() -> None:
-    """A parent that is killed takes the process that called ``end_with_parent`` with it."""
+    """A server that is killed takes the engine core with it in which vLLM has loaded plug-ins."""
     told, tell = CONTEXT.Pipe(duplex=False)
     parent = CONTEXT.Process(target=_parent, args=(tell,))
     parent.start()
@@ -253,15 +255,16 @@ def test_an_engine_core_ends_with_its_parent() -> None:
 
 
 def _parent(tell: Connection) -> None:
-    core = multiprocessing.get_context("fork").Process(target=_core, args=(tell,))
+    core = multiprocessing.get_context("fork").Process(
+        target=_core, args=(tell,), name="EngineCore"
+    )
     core.start()
     core.join()
 
 
 def _core(tell: Connection) -> None:
-    from kvrecall.engines.vllm.compat.serving import end_with_parent
-
-    end_with_parent()
+    os.environ[WITH_PARENT] = "1"
+    waits.register()
     tell.send(os.getpid())
     time.sleep(600)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvrecall.engines.vllm.compat.config import is_on_cpu
-from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.patches import install_at_import
 from kvrecall.engines.vllm.compat.versions import require_version
 from kvrecall.errors import EngineError
 
@@ -50,12 +50,19 @@ def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
     KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, FullAttentionSpec)
 
     def make(plain: Any) -> Any:
-        def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-            require(self)
-            made = plain(self, vllm_config)
-            return OffloadableSpec.of(made) if type(made) is FullAttentionSpec else made
+        def get_kv_cache_spec(self: Any) -> Any:
+            from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+            made = plain(self)
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name in made:
+                if isinstance(layers[name], Attention | MLAAttention):
+                    require(layers[name])
+            return {
+                name: OffloadableSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+                for name, spec in made.items()
+            }
 
         return get_kv_cache_spec
 
-    install("offloadable-spec", make)
-    install("refuse-mla", make)
+    install_at_import("offloadable-spec", make)

@@ -197,18 +197,11 @@ TABLE = (
     ),
     Patch(
         "offloadable-spec",
-        "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
-        "Gives full-attention layers a KV cache spec whose blocks may leave the device. Only with "
-        "retrieval attention.",
+        "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+        "Gives full-attention layers a KV cache spec whose blocks may leave the device; refuses "
+        "layers that would be attended to densely. Only with retrieval attention.",
         "The spec registry maps specs to managers; it does not choose the spec of a layer.",
         "vLLM lets an attention backend name its KV cache spec.",
-    ),
-    Patch(
-        "refuse-mla",
-        "vllm.model_executor.layers.attention:MLAAttention.get_kv_cache_spec",
-        "Refuses layers that retrieval attention does not serve.",
-        "They would silently be attended to densely.",
-        "Retrieval attention serves MLA in every backend.",
     ),
     Patch(
         "seeds",
@@ -234,17 +227,9 @@ TABLE = (
     ),
     Patch(
         "end-with-parent",
-        "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
-        "Ends the engine core when the server that started it is killed. Only in `kvrecall serve`; "
-        "under `vllm serve` the connector watches the parent.",
-        "It would keep running, with its memory and the lock of the disk tier.",
-        "vLLM's engine core watches its parent, as its workers do.",
-    ),
-    Patch(
-        "end-coordinator-with-parent",
         "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator",
-        "Like `end-with-parent`, for the coordinator of data-parallel replicas.",
-        "It would keep running, idle.",
+        "Ends the coordinator of data-parallel replicas when the server that started it is killed.",
+        "It would keep running, idle, and loads no plug-ins, which end engine cores.",
         "vLLM's coordinator watches its parent.",
     ),
     Patch(
@@ -253,14 +238,6 @@ TABLE = (
         "Shows each step's outputs to the server, for throughput and batch sizes.",
         "A stat logger receives sums over the outputs of a step, not which sequences got a token.",
         "Stat loggers receive the outputs.",
-    ),
-    Patch(
-        "recall-in-usage",
-        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.__class__",
-        "Replaces vLLM's handlers with copies of kvrecall subclasses: usage with the recall split, "
-        "limits, `best_of`.",
-        "The constructor takes two dozen arguments that change from version to version.",
-        "vLLM takes a handler class in its settings.",
     ),
 )
 

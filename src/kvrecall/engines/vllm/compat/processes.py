@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterable, MutableMapping
 from importlib.metadata import entry_points
 
@@ -48,3 +52,20 @@ def show_pool_lines() -> None:
         ours.handlers += theirs.handlers
         ours.setLevel(theirs.level)
         ours.propagate = False
+
+
+def end_with_parent() -> None:
+    """Kills this process when its parent process ends. No effect without a parent process of
+    ``multiprocessing``.
+
+    Blocks that the pool has committed survive a kill, so nothing is lost.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="kvrecall-parent-watch", daemon=True).start()

@@ -209,7 +209,7 @@ def leave_room(cache_bytes: Callable[[Any, Any, int], int]) -> None:
             found = int(plain(self))
             if self.cache_config.kv_cache_memory_bytes:
                 return found
-            return cache_bytes(self.vllm_config, self.model_runner.get_kv_cache_spec(), found)
+            return cache_bytes(self.vllm_config, self.get_kv_cache_spec(), found)
 
         return determine_available_memory
 

@@ -1,25 +1,20 @@
-"""Patches of vLLM's API server: engine cores that end with it, their outputs, its handlers."""
+"""vLLM's API server: processes that end with it, outputs of its engines, its handlers."""
 
 from __future__ import annotations
 
-import copy
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from pydantic_core import SchemaValidator
 from vllm.v1.engine.coordinator import DPCoordinatorProc
-from vllm.v1.engine.core import EngineCoreProc
 
 from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.processes import end_with_parent
+from kvrecall.environment import WITH_PARENT
 
 Handler = TypeVar("Handler")
 
-_run_engine_core = EngineCoreProc.run_engine_core
 _run_coordinator = DPCoordinatorProc.run_coordinator
 
 
@@ -40,11 +35,9 @@ def note_outputs(core: Any, note: Callable[[Any], None]) -> None:
 
 def handler_as(handler: Any, kind: type[Handler], **attributes: Any) -> Handler:
     """A copy of ``handler`` of the subclass ``kind``, with more attributes: vLLM has configured it,
-    with two dozen arguments that change from version to version and should not be repeated here.
-    The patch ``recall-in-usage``."""
-    twin = copy.copy(handler)
-    twin.__class__ = kind
-    vars(twin).update(attributes)
+    with two dozen arguments that change from version to version and should not be repeated here."""
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(handler), **attributes)
     return twin
 
 
@@ -75,43 +68,20 @@ def _stop_early(schema: object, seen: set[int]) -> None:
             _stop_early(part, seen)
 
 
-def end_with_parent() -> None:
-    """Kills this process when its parent process ends. No effect without a parent process of
-    ``multiprocessing``.
-
-    Blocks that the pool has committed survive a kill, so nothing is lost.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="kvrecall-parent-watch", daemon=True).start()
-
-
-def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """vLLM's engine core process, ending with its parent. In this module, so that a spawned process
-    finds it."""
-    end_with_parent()
-    _run_engine_core(*args, **kwargs)
-
-
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """vLLM's coordinator of data-parallel replicas, ending with its parent."""
+    """vLLM's coordinator of data-parallel replicas, ending with its parent. In this module, so that
+    a spawned process finds it."""
     end_with_parent()
     _run_coordinator(*args, **kwargs)
 
 
-def end_engine_cores_with_parent() -> None:
-    """Makes vLLM start its engine cores, and their coordinator, by the functions above.
+def end_engine_cores_with_parent(environ: MutableMapping[str, str]) -> None:
+    """Makes vLLM's engine cores, and their coordinator, end with this process.
 
     When the API server of vLLM 0.32 is killed (``kill -9``, the OOM killer), its engine core stays,
     idle and unreachable, with all its memory and, with kvrecall, the lock of the disk tier: the
     next server could not start. The coordinator of data-parallel replicas stays, too. Workers end
     with their engine core by themselves.
     """
-    install("end-with-parent", lambda plain: run_engine_core)
-    install("end-coordinator-with-parent", lambda plain: run_coordinator)
+    environ[WITH_PARENT] = "1"
+    install("end-with-parent", lambda plain: run_coordinator)

@@ -1,4 +1,4 @@
-"""How vLLM's engine and worker processes wait for each other on a CPU.
+"""How vLLM's engine and worker processes wait for each other on a CPU, and end.
 
 For a second after each message they poll, and yield the processor by ``sched_yield`` in between.
 With few cores that takes the processor from threads that compute. If one process is alone on its
@@ -9,20 +9,26 @@ processor to the others.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping, MutableMapping
 
 from kvrecall.engines.vllm.compat import patches
+from kvrecall.engines.vllm.compat.processes import end_with_parent
 from kvrecall.engines.vllm.compat.versions import is_refused
-from kvrecall.environment import WAITS
+from kvrecall.environment import WAITS, WITH_PARENT
 from kvrecall.errors import ConfigError
 
 _SLEEP_S = 1e-6
 
 
 def register() -> None:
-    """The ``vllm.general_plugins`` entry point: sleeps if enabled by name."""
+    """The ``vllm.general_plugins`` entry point: sleeps if enabled by name; an engine core ends with
+    the server that asked for it."""
+    name = multiprocessing.current_process().name
+    if os.environ.get(WITH_PARENT) == "1" and name.startswith("EngineCore"):
+        end_with_parent()
     if _choice(os.environ) == "sleep" and not is_refused():
         _sleep_on_cpus()
 

@@ -29,8 +29,7 @@ from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, versions, waits, weights
-from kvrecall.engines.vllm.compat.processes import show_pool_lines
-from kvrecall.engines.vllm.compat.serving import end_with_parent
+from kvrecall.engines.vllm.compat.processes import end_with_parent, show_pool_lines
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS, CONNECTOR_MODULE
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner

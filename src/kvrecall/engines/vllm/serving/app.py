@@ -137,7 +137,7 @@ def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     does not accept the settings or does not start.
     """
     cli_env_setup()
-    end_engine_cores_with_parent()
+    end_engine_cores_with_parent(os.environ)
     is_embedded = (spec.recall or {}).get("backend", "embedded") == "embedded"
     if spec.recall is not None and is_embedded:  # with a socket at which its pool answers queries
         address = str(default_socket().with_name(f"serve-{spec.port}.sock"))

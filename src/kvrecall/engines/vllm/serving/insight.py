@@ -28,7 +28,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     RequestView,
 )
-from kvrecall.engines.parting import PartingPlace, costliest, with_cause
+from kvrecall.engines.parting import PartingPlace, Partings, with_cause
 from kvrecall.engines.vllm.attention.activity import HeatTotals
 from kvrecall.nicety import nicety
 
@@ -36,7 +36,6 @@ _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
 _EXPLAINED = 4096  # ended requests that can be asked for by their id
 _KEPT = 8192  # steps of an engine
-_HOUR_S = 3600.0
 WINDOW_S = 10.0
 """Time over which throughputs are averaged; vLLM's own log takes the same."""
 
@@ -150,6 +149,7 @@ class RequestLog:
         self._engine = engine
         self._ended: deque[RequestView] = deque(maxlen=self.remembered)
         self._by_id: OrderedDict[str, RequestView] = OrderedDict()
+        self._partings = Partings()
         self.forgotten_until = 0.0
 
     async def watch(
@@ -195,6 +195,7 @@ class RequestLog:
         if view.missed is not None and last is not None and last.prompt_token_ids is not None:
             told = with_cause(view.missed, last.prompt_token_ids, self._decode)
             view = replace(view, missed=told)
+            self._partings.note(request_id, told)
         self._ended.append(view)
         self._by_id[name or request_id] = view
         if len(self._by_id) > _EXPLAINED:
@@ -225,9 +226,7 @@ class RequestLog:
         return [view for view in found if _is_of(view.id, request_id)]
 
     def partings(self) -> Sequence[PartingPlace]:
-        since = time.time() - _HOUR_S
-        ended = (view for view in self._by_id.values() if view.ended > since)
-        return costliest((view.id, view.missed) for view in ended if view.missed is not None)
+        return self._partings.costliest()
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._engine.renderer.tokenizer.decode(list(ids)))
