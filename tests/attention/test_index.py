@@ -17,7 +17,7 @@ from kvrecall.attention.index import (
     index_factory,
     require_index,
 )
-from kvrecall.attention.index.faiss import Graph, InvertedFile
+from kvrecall.attention.index.faiss import InvertedFile
 from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.host_selection import SequenceIndex
@@ -44,11 +44,6 @@ class TestFlat(IndexContract):
 class TestInvertedFile(IndexContract):
     def make(self, width: int) -> VectorIndex:
         return factory("faiss-ivf")(width)
-
-
-class TestGraph(IndexContract):
-    def make(self, width: int) -> VectorIndex:
-        return factory("faiss-hnsw")(width)
 
 
 def coded(layout: Layout, blocks: int, seed: int = 0) -> torch.Tensor:
@@ -227,12 +222,11 @@ def test_blocks_are_indexed_as_a_prompt_is_computed() -> None:
     assert bench.activity.blocks_indexed == indexed
 
 
-@pytest.mark.parametrize("kind", [InvertedFile, Graph])
-def test_an_index_is_the_same_however_its_vectors_came(kind: type[InvertedFile | Graph]) -> None:
+def test_an_index_is_the_same_however_its_vectors_came() -> None:
     """With a prompt's steps, or at once from the pool."""
     draw = np.random.default_rng(6).standard_normal
     vectors, queries = draw((9000, DIM), np.float32), draw((50, DIM), np.float32)
-    whole, parts = kind(DIM), kind(DIM)
+    whole, parts = InvertedFile(DIM), InvertedFile(DIM)
     whole.add(vectors)
     for part in np.array_split(vectors, 7):
         parts.add(part)

@@ -1,13 +1,15 @@
 """``bench long``: decoding behind up to a million tokens whose KV is made up: in host memory, with
-the device's cache a few percent of it, from disk after a restart, and densely on the device."""
+the device's cache a few percent of it; on the device, by retrieval and densely; from disk after a
+restart."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from kvrecall_lab.engines import host
 from kvrecall_lab.engines.engine import ONE_THREAD, Answer, EngineProcess, Engines, Question
 
 _TAIL = 16  # tokens of a prompt that are computed
+_BATCH = 256  # tokens of a step, so that a start tries no more
 _PATIENCE_S = 3600.0
 _COUNTS, _ON_DISK = "kvrecall_retrieval_", "kvrecall_tier_blocks:disk"
 
@@ -30,101 +33,133 @@ def measure_long(
     contexts: Annotated[str, typer.Option(help="Tokens of the sequence: 128K,1024K.")] = "128K",
     answer: Annotated[int, typer.Option(min=2, help="Tokens decoded.")] = 64,
     layers: Times = 8,
+    hidden: Times = 512,
+    heads: Times = 8,
     kv_heads: Times = 1,
+    head_dim: Times = 64,
+    sequences: Annotated[int, typer.Option(min=1, help="Asked at once.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Each engine answers in each.")] = 1,
     device: Annotated[float, typer.Option(help="Cache, as a share of the sequence.")] = 0.028,
     disk: Annotated[bool, typer.Option(help="Also by an engine that finds all on disk.")] = True,
     dense: Annotated[bool, typer.Option(help="Also by dense attention on the device.")] = True,
+    here: Annotated[bool, typer.Option(help="Also by retrieval on the device.")] = False,
     **settings: str,
 ) -> Report:
     """Processor's milliseconds of a decoded token, and memory, by length; a line of JSON for
     each as it is done. Fails if the KV was not found where it should be, or stayed on the
     device. ``settings``: of retrieval, by variable."""
-    model = BenchModel(512, layers, 8, kv_heads, 64, "bfloat16")
+    model = BenchModel(hidden, layers, heads, kv_heads, head_dim, "bfloat16")
+    retrieval = {PLUGINS: "retrieval", **settings}
     found = []
     for context in lengths_in(contexts):
         with tempfile.TemporaryDirectory(prefix="kvrecall-long-", dir="/var/tmp") as folder:
-            case = _Case(Path(folder), model, context, answer)
-            figures = case.off_device(int(device * context / BLOCK), disk, settings)
-            if dense:
-                figures |= case.dense()
-                figures["times_dense"] = round(figures["dense_ms"] / figures["ms"], 3)
+            case = _Case(Path(folder), model, context, answer, sequences, disk)
+            blocks = int(device * context / BLOCK)
+            beside: dict[str, Mapping[str, str]] = {"here": retrieval} if here else {}
+            beside |= {"dense": {}} if dense else {}
+            figures = case.measure(blocks, retrieval, beside, turns)
+            if disk:
+                figures |= case.from_disk(blocks, retrieval)
         progress(json.dumps(figures))
         found.append(figures)
-    names = ("context", "device_share", "tokens_read", "ms", "dense_ms", "first_s", "disk_first_s")
+    names = ("context", "tokens_read", "ms", "here_ms", "dense_ms", "times_dense", "off_over_on")
     rows = tuple(tuple(str(one.get(name, "")) for name in names) for one in found)
-    shape = f"{layers} layers, {kv_heads} KV heads of 64: {model.token_bytes} bytes of KV a token"
-    return Report("long", names, rows, {**found[-1], "all": found}, (f"{shape}; one thread",))
+    shape = f"{layers} layers of {hidden}, {kv_heads} KV heads of {head_dim}"
+    notes = (f"{shape}: {model.token_bytes} bytes of KV a token; one thread; medians",)
+    return Report("long", names, rows, {**found[-1], "all": found}, notes)
 
 
 class _Case:
     """One length."""
 
-    def __init__(self, folder: Path, model: BenchModel, context: int, answer: int) -> None:
-        self._folder, self._context, self._model = folder, context, model
-        self._engines = Engines(folder)
+    def __init__(
+        self, folder: Path, model: BenchModel, context: int, answer: int, sequences: int, disk: bool
+    ) -> None:
+        self._folder, self._context, self._model, self._disk = folder, context, model, disk
+        self._engines, texts = Engines(folder), Texts()
         sampling = {"detokenize": False, "ignore_eos": True}
-        prompt = Texts().tokens(context + _TAIL)
-        self._question = Question("long", prompt, answer, sampling=sampling)
+        self._questions = [
+            Question(str(at), texts.tokens(context + _TAIL), answer, sampling=sampling)
+            for at in range(sequences)
+        ]
+        self._short = Question("short", texts.tokens(_TAIL), answer, sampling=sampling)
         self._longest = -(-(context + _TAIL + answer) // BLOCK) * BLOCK
 
-    def off_device(self, blocks: int, disk: bool, settings: Mapping[str, str]) -> dict[str, Any]:
-        """``blocks``: of the device's cache."""
+    def measure(
+        self,
+        blocks: int,
+        retrieval: Mapping[str, str],
+        beside: Mapping[str, Mapping[str, str]],
+        turns: int,
+    ) -> dict[str, Any]:
+        """Off the device, whose cache has so many ``blocks``; by turns with engines ``beside`` it,
+        which have all on the device, by their environments."""
         figures: dict[str, Any] = {"context": self._context}
         figures["device_share"] = round(blocks * BLOCK / self._context, 4)
-        environment = {PLUGINS: "retrieval", **settings}
-        with self._started("off the device", blocks, disk, environment, figures) as engine:
-            self._fill(engine)
-            figures |= self._figures(engine, "host")
-            counts = engine.metrics()
-            did = {name: counts[f"{_COUNTS}{name}_total"] for name in _READ}
-            if not did["sequences_offloaded"]:
-                raise KvrecallError("the sequence did not decode off the device")
-            attended = did["blocks_attended"] / did["layers_sparse"] / self._model.kv_heads
-            figures["tokens_read"] = round(BLOCK * attended)
-            figures["loaded_mib"] = round(counts["kvrecall_loaded_bytes_total"] / 2**20, 2)
-        progress(json.dumps(figures))
-        if disk:
-            found: dict[str, Any] = {}
-            with self._started("from disk", blocks, disk, environment, found) as engine:
-                # Blocks of a large folder are found in the background; steps tell how many.
-                while engine.metrics().get(_ON_DISK, 0) < self._context // BLOCK:
-                    engine.answers([Question("any", (1, 2, 3), 2)])
-                found |= self._figures(engine, "disk")
-            figures |= {f"disk_{name}": value for name, value in found.items()}
+        whole = max(blocks, self._longest // BLOCK + 2)
+        with ExitStack() as stack:
+            off = stack.enter_context(self._started("off", blocks, retrieval, figures))
+            prompts = [one.prompt for one in self._questions]
+            off.send({"do": "fill", "prompts": prompts, "drawn": True})
+            off.await_reply("fill", _PATIENCE_S)
+            engines = {"": off}
+            for name, environment in beside.items():
+                start = self._started(name, whole, environment, {}, host.MADE_UP)
+                engines[f"{name}_"] = stack.enter_context(start)
+            each = [{name: self._paces(one) for name, one in engines.items()} for _ in range(turns)]
+            for name, engine in engines.items():
+                some = [turn[name] for turn in each]
+                figures |= {f"{name}{key}": _middle([one[key] for one in some]) for key in some[0]}
+                figures |= {f"{name}{key}": value for key, value in _memory(engine).items()}
+                figures[f"{name}ms_of_turns"] = sorted(one["ms"] for one in some)
+            figures |= self._read(off)
+            if "dense_" in engines:
+                (short,) = engines["dense_"].answers([self._short])
+                rest = 1e3 * short.decode_cpu_s / (len(short.tokens) - 1)
+                figures["attention_share"] = round(1 - rest / figures["dense_ms"], 3)
+                figures["times_dense"] = round(figures["dense_ms"] / figures["ms"], 3)
+            if "here_" in engines:
+                figures["off_over_on"] = round(figures["ms"] / figures["here_ms"], 3)
         return figures
 
-    def dense(self) -> dict[str, Any]:
-        """Loaded to the device, and attended to there."""
-        figures: dict[str, Any] = {}
-        with self._started("dense", self._longest // BLOCK + 2, False, {}, figures) as engine:
-            self._fill(engine)
-            figures |= self._figures(engine, "host")
-        return {f"dense_{name}": value for name, value in figures.items()}
+    def from_disk(self, blocks: int, retrieval: Mapping[str, str]) -> dict[str, Any]:
+        """Off the device again, by an engine that finds all on disk."""
+        found: dict[str, Any] = {}
+        with self._started("from disk", blocks, retrieval, found) as engine:
+            # Blocks of a large folder are found in the background; steps tell how many.
+            while engine.metrics().get(_ON_DISK, 0) < self._context // BLOCK:
+                engine.answers([Question("any", (1, 2, 3), 2)])
+            found |= {**self._paces(engine, "disk"), **_memory(engine)}
+        return {f"disk_{name}": value for name, value in found.items()}
 
     @contextmanager
     def _started(
         self,
         name: str,
         blocks: int,
-        disk: bool,
         environment: Mapping[str, str],
         figures: dict[str, Any],
+        module: str = "",
     ) -> Iterator[EngineProcess]:
-        """Adds the seconds that its start takes to ``figures``."""
-        size = int(1.07 * self._longest * self._model.token_bytes) + (64 << 20)  # with digests
+        """Adds the seconds that its start takes to ``figures``. ``module``: of a connector without
+        a pool."""
+        sequence = int(1.07 * self._longest * self._model.token_bytes)  # with digests
+        size = len(self._questions) * sequence + (64 << 20)
         pool: dict[str, Any] = {"host_size": size, "load_or_compute": "load", "load_deadline": 600}
         pool["audit"] = "off"
-        if disk:
+        if self._disk:
             pool |= {"disk_path": str(self._folder / "disk"), "disk_size": size + size // 4}
         options = {
             "model": str(self._model.write(self._folder / "model", self._longest, weights=False)),
             "dtype": self._model.dtype,
             "load_format": "dummy",
             "max_model_len": self._longest,
-            "max_num_seqs": 1,
+            "max_num_seqs": len(self._questions),
+            "max_num_batched_tokens": _BATCH,
             "num_gpu_blocks_override": blocks,
-            "pool": pool,
+            "pool": {} if module else pool,
             "env": {**ONE_THREAD, **environment},
+            **({"module": module} if module else {}),
         }
         progress(f"{self._context:,} tokens, {name}: an engine starts")
         began = time.monotonic()
@@ -132,27 +167,41 @@ class _Case:
             figures["start_s"] = round(time.monotonic() - began, 1)
             yield engine
 
-    def _fill(self, engine: EngineProcess) -> None:
-        engine.send({"do": "fill", "prompts": [self._question.prompt], "drawn": True})
-        engine.await_reply("fill", _PATIENCE_S)
+    def _paces(self, engine: EngineProcess, tier: str = "host") -> dict[str, float]:
+        """``ms`` of the processors and of the clock between tokens, and how many sequences decoded
+        ``at_once``. Raises KvrecallError if a prompt was not found in the tier."""
+        answers = engine.answers(self._questions, _PATIENCE_S)
+        for one in answers:
+            found = sum(one.sources.get(name, 0) for name in ("device", tier)) or one.cached
+            if found < self._context:
+                raise KvrecallError(f"meant from {tier}: {dict(one.sources)}")
+        (first, *_), steps = answers, len(answers[0].tokens) - 1
+        spent = {"ms": first.decode_cpu_s, "wall_ms": first.decode_s}
+        paces = {name: round(1e3 * seconds / steps, 3) for name, seconds in spent.items()}
+        return {"first_s": round(first.ttft_s, 3), **paces, "at_once": _most_at_once(answers)}
 
-    def _figures(self, engine: EngineProcess, tier: str) -> dict[str, float]:
-        """Of the answer: ``ms`` of the processors and of the clock between its tokens. Raises
-        KvrecallError if the prompt was not found in the tier."""
-        (answer,) = engine.answers([self._question], _PATIENCE_S)
-        if answer.sources.get(tier, 0) < self._context:
-            raise KvrecallError(f"meant from {tier}: {dict(answer.sources)}")
-        return {**_paces(answer), **_memory(engine)}
+    def _read(self, engine: EngineProcess) -> dict[str, float]:
+        """What sparse layers read, and what came to the device."""
+        counts = engine.metrics()
+        did = {name: counts[f"{_COUNTS}{name}_total"] for name in _READ}
+        if not did["sequences_offloaded"]:
+            raise KvrecallError("the sequence did not decode off the device")
+        attended = did["blocks_attended"] / did["layers_sparse"] / self._model.kv_heads
+        loaded = counts["kvrecall_loaded_bytes_total"] / 2**20
+        return {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
 
 
 _READ = ("sequences_offloaded", "blocks_attended", "layers_sparse")
 
 
-def _paces(answer: Answer) -> dict[str, float]:
-    steps = len(answer.tokens) - 1
-    spent = {"ms": answer.decode_cpu_s, "wall_ms": answer.decode_s}
-    paces = {name: round(1e3 * seconds / steps, 3) for name, seconds in spent.items()}
-    return {"first_s": round(answer.ttft_s, 3), **paces}
+def _middle(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _most_at_once(answers: list[Answer]) -> int:
+    """How many decode at the same time, at most, of requests that came together."""
+    spans = [(one.ttft_s, one.ttft_s + one.decode_s) for one in answers]
+    return max(sum(first <= at < end for first, end in spans) for at, _ in spans)
 
 
 def _memory(engine: EngineProcess) -> dict[str, float]:

@@ -50,6 +50,9 @@ from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.testing import wait_until
 from kvrecall_lab.engines.kv import device_kv, joined, store_drawn
 
+MADE_UP = "kvrecall_lab.engines.made_up"
+"""A ``module`` whose connector has no pool: only requests are answered."""
+
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
 """Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
@@ -123,10 +126,10 @@ class Host:
     def __init__(self, setup: dict[str, Any], orders: _Orders, replies: IO[str]) -> None:
         from vllm import LLM
 
-        pool = setup.pop("pool", None)
+        pool, module = setup.pop("pool", None), setup.pop("module", "kvrecall.engines.vllm")
         transfer = {
             "kv_connector": setup.pop("connector", "RecallConnector"),
-            "kv_connector_module_path": setup.pop("module", "kvrecall.engines.vllm"),
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_connector_extra_config": pool,
         }
@@ -151,9 +154,11 @@ class Host:
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
-        if self._core.scheduler.connector is not None:
-            _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
-            self._watch_tables(self._core.scheduler.connector)
+        connector = self._core.scheduler.connector
+        self._ours = None if module == MADE_UP else connector
+        if self._ours is not None:
+            _watch_admissions(self._ours, self._admissions, self._names)
+            self._watch_tables(self._ours)
 
     def run(self) -> None:
         _say(self._replies, {"ready": os.getpid()})
@@ -348,11 +353,10 @@ class Host:
                 _say(self._replies, self._answer(output))
 
     def _note_chains(self) -> None:
-        connector = self._core.scheduler.connector
-        if connector is None:
+        if self._ours is None:
             return
         for request_id, name in list(self._names.items()):
-            if chain := connector._s.saved(request_id):
+            if chain := self._ours._s.saved(request_id):
                 self._chains[name] = chain
             if request_id not in self._core.scheduler.requests:
                 del self._names[request_id]
@@ -403,8 +407,8 @@ class Host:
         return joined(self._llm.collective_rpc(device_kv, args=(tables,)))
 
     def _tell_joined(self) -> None:
-        connector = self._core.scheduler.connector
-        joined = None if connector is None else getattr(connector._pool, "is_connected", False)
+        ours = self._ours
+        joined = None if ours is None else getattr(ours._pool, "is_connected", False)
         if joined != self._joined:
             self._joined = joined
             _say(self._replies, {"joined": joined})

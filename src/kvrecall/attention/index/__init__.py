@@ -26,7 +26,6 @@ EXACT = "exact"
 INDEXES = {
     "faiss-flat": "kvrecall.attention.index.faiss:Flat",
     "faiss-ivf": "kvrecall.attention.index.faiss:InvertedFile",
-    "faiss-hnsw": "kvrecall.attention.index.faiss:Graph",
 }
 """``module:Factory`` of each index that has a name."""
 

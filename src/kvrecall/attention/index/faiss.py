@@ -20,9 +20,6 @@ _TRAINED_BY = 64
 _PROBED = 2.0
 """An inverted file reads this many times as many vectors as it must find."""
 
-_NEIGHBOURS = 32
-"""Links of a graph's node."""
-
 
 class _Faiss(VectorIndex):
     """Any index of faiss's that appends."""
@@ -85,23 +82,3 @@ class InvertedFile(_Faiss):
         trained.add(vectors)
         self._kept = kept  # belongs to the index
         self._index, self._lists = trained, lists
-
-
-class Graph(_Faiss):
-    """A graph of near neighbours (HNSW: Malkov and Yashunin, arXiv 1603.09320). What was added is
-    linked by the next search, at once: it finds more so, and the same however it came."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self._index = faiss.IndexHNSWFlat(width, _NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-        self._waiting: list[Vectors] = []
-
-    def add(self, vectors: Vectors) -> None:
-        self._waiting.append(vectors.copy())
-
-    def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
-        if self._waiting:
-            super().add(np.concatenate(self._waiting))
-            self._waiting.clear()
-        self._index.hnsw.efSearch = max(64, count)
-        return super().search(queries, count)

@@ -60,8 +60,8 @@ distances of the ``left`` blocks from the start of the KV cache, in bytes."""
 
 _LEAST_SCORE = np.float32(-1e38)
 
-_AHEAD = 1
-"""Blocks that are asked of memory in advance."""
+_AT_ONCE = 16
+"""Blocks side by side that one call multiplies, while as many are asked of memory in advance."""
 
 LINE = 8
 """Numbers of 64 bits in a cache line."""
@@ -174,13 +174,14 @@ def _score(
     group, row_bytes = work.group, work.row_bytes
     sums = carray(_pointer(scratch + work.sums_at), blocks * rows * group, np.int32)
     scales = carray(_pointer(scratch + work.scales_at), group, np.float32)
-    for block in range(blocks):
-        at_rows, nbytes = begin + block * block_bytes, rows * row_bytes
-        if block + _AHEAD < blocks:
-            for line in range(_AHEAD * block_bytes, _AHEAD * block_bytes + nbytes, 8 * LINE):
-                _prefetch(at_rows + line)
+    at_once = _AT_ONCE if block_bytes == rows * row_bytes else 1
+    for block in range(0, blocks, at_once):
+        at_rows, some = begin + block * block_bytes, min(at_once, blocks - block)
+        ahead = min(at_once, blocks - block - some) * block_bytes
+        for line in range(some * block_bytes, some * block_bytes + ahead, 8 * LINE):
+            _prefetch(at_rows + line)
         args = at_rows, scratch + work.packed_at, sums.ctypes.data + block * rows * group * 4
-        _call8(work.dots, (*args, rows, group, row_bytes - 4, row_bytes, group * 4))
+        _call8(work.dots, (*args, some * rows, group, row_bytes - 4, row_bytes, group * 4))
     for block in range(blocks):
         scale = carray(_pointer(begin + block * block_bytes + row_bytes - 4), 1, np.float32)[0]
         best, left = sums[block * rows * group :], rows

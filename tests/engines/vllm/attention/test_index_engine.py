@@ -22,10 +22,10 @@ def setup(setup: dict[str, Any]) -> dict[str, Any]:
     return {**setup, "pool": {"host_size": "96MiB", "load_or_compute": "load"}}
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("faiss-ivf", "faiss-hnsw")]
+OTHER = pytest.param("faiss-ivf", marks=pytest.mark.long)
 
 
-@pytest.fixture(scope="module", params=["faiss-flat", *OTHERS])
+@pytest.fixture(scope="module", params=["faiss-flat", OTHER])
 def indexed(
     request: pytest.FixtureRequest, start: Callable[..., Engine], setup: dict[str, Any]
 ) -> Engine:
