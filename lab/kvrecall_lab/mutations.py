@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,6 @@ FILES = tuple(
     for name in names.split()
 )
 _ARGUMENTS = ("-m", "not engine and not long and not longest")
-_MOST_CPU_S = 60  # of one fault's tests
 _OTHER: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -119,15 +118,15 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         yield from _changes(node)
 
 
-def _quickest_first(files: Sequence[str], report: Path) -> tuple[str, ...]:
-    """The test functions of these files that ran, by their seconds in a report of pytest."""
+def _seconds(files: Sequence[str], report: Path) -> Mapping[str, float]:
+    """Of the test functions of these files that ran, by a report of pytest."""
     seconds = Counter[str]()
     for case in ElementTree.parse(report).iter("testcase"):
         where, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
         file = next(one for one in files if f"{where}.".startswith(one[:-2].replace("/", ".")))
         inside = where[len(file) - 3 :].replace(".", "::")
         seconds[f"{file}{inside}::{name}"] += float(case.get("time", 0))
-    return tuple(sorted(seconds, key=seconds.__getitem__))
+    return seconds
 
 
 @app.command()
@@ -155,11 +154,15 @@ def main(
             none = Mutation(f"{Path(file).stem} as it is", file, 0, 0, "", tests)
             if (as_it_is := trial(none, plain, folder, (), *_ARGUMENTS)).how != "survived":
                 finish({"file": file, "fails": as_it_is.seen}, False)
-            quickest = _quickest_first(tests, folder / f"{none.name}.xml")
+            seconds = _seconds(tests, folder / f"{none.name}.xml")
+            most = f"--timeout={30 + 4 * max(seconds.values()):.0f}", round(10 + 3 * as_it_is.cpu_s)
+            quickest = tuple(sorted(seconds, key=seconds.__getitem__))
             every = mutations(file, (plain / "kvrecall" / file).read_text(), quickest)
             some = random.Random(f"{seed} {file}").sample(every, min(count, len(every)))
             trials = {
-                one.name: partial(trial, one, plain, folder, (), *_ARGUMENTS, cpu_s=_MOST_CPU_S)
+                one.name: partial(
+                    trial, one, plain, folder, (), *_ARGUMENTS, most[0], cpu_s=most[1]
+                )
                 for one in ([one for one in every if one.name in fault] if fault else some)
             }
             found = list(run_trials(progress, trials, jobs, lambda told: told.text).values())
