@@ -59,8 +59,10 @@ pool/disk/test_crash pool/test_pool_machine""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files come first, so that no worker is left with one at the end."""
+    if not hasattr(config, "workerinput"):
+        return
     here = Path(__file__).parent / "tests"
     rank = {here / f"{name}.py": at for at, name in enumerate(LONGEST)}
     engines = {item.path for item in items if item.get_closest_marker("engine")}

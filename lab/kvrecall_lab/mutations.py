@@ -12,11 +12,12 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from xml.etree import ElementTree
 
 import typer
 
@@ -40,7 +41,6 @@ FILES = tuple(
     for name in names.split()
 )
 _ARGUMENTS = ("-m", "not engine and not long and not longest")
-_MOST_CPU_S = 60  # of one fault's tests
 _OTHER: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -118,11 +118,23 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         yield from _changes(node)
 
 
+def _seconds(files: Sequence[str], report: Path) -> Mapping[str, float]:
+    """Of the test functions of these files that ran, by a report of pytest."""
+    seconds = Counter[str]()
+    for case in ElementTree.parse(report).iter("testcase"):
+        where, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
+        file = next(one for one in files if f"{where}.".startswith(one[:-2].replace("/", ".")))
+        inside = where[len(file) - 3 :].replace(".", "::")
+        seconds[f"{file}{inside}::{name}"] += float(case.get("time", 0))
+    return seconds
+
+
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="A file; repeatable.")] = None,
     count: Annotated[int, typer.Option(help="Faults of each file.")] = 20,
     seed: Annotated[int, typer.Option(help="Another one draws others.")] = 0,
+    fault: Annotated[list[str] | None, typer.Option(help="Its name; repeatable.")] = None,
     jobs: Jobs = 2,
     keep: Keep = False,
 ) -> None:
@@ -138,17 +150,22 @@ def main(
         for file in one_of(only, FILES, "only"):
             own = f"tests/{Path(file).parent}/test_{Path(file).stem}.py"
             named[file][own] += (mutants.ROOT / own).exists()
-            tests = tuple(test for test, times in named[file].most_common() if times)
-            every = mutations(file, (plain / "kvrecall" / file).read_text(), tests)
-            some = random.Random(f"{seed} {file}").sample(every, min(count, len(every)))
+            tests = tuple(test for test, times in named[file].items() if times)
             none = Mutation(f"{Path(file).stem} as it is", file, 0, 0, "", tests)
-            trials = {
-                one.name: partial(trial, one, plain, folder, (), *_ARGUMENTS, cpu_s=_MOST_CPU_S)
-                for one in (none, *some)
-            }
-            as_it_is, *found = run_trials(progress, trials, jobs, lambda told: told.text).values()
-            if as_it_is.how != "survived":
+            if (as_it_is := trial(none, plain, folder, (), *_ARGUMENTS)).how != "survived":
                 finish({"file": file, "fails": as_it_is.seen}, False)
+            seconds = _seconds(tests, folder / f"{none.name}.xml")
+            most = f"--timeout={30 + 4 * max(seconds.values()):.0f}", round(10 + 3 * as_it_is.cpu_s)
+            quickest = tuple(sorted(seconds, key=seconds.__getitem__))
+            every = mutations(file, (plain / "kvrecall" / file).read_text(), quickest)
+            some = random.Random(f"{seed} {file}").sample(every, min(count, len(every)))
+            trials = {
+                one.name: partial(
+                    trial, one, plain, folder, (), *_ARGUMENTS, most[0], cpu_s=most[1]
+                )
+                for one in ([one for one in every if one.name in fault] if fault else some)
+            }
+            found = list(run_trials(progress, trials, jobs, lambda told: told.text).values())
             found = [one for one in found if one.how != "broken"]  # a name is not there, say
             left = [one.name for one in found if one.how == "survived"]
             figures.append({"mutants": len(found), "killed": len(found) - len(left)})

@@ -108,18 +108,14 @@ class TermsContract:
             engine.save(keys)
             assert engine.pool.flush(keys, 30.0)
 
-        def saved(name: str) -> tuple[int, int]:
-            """Blocks of both in the host after others came that need the room of eight."""
-            engine.pool.touch(theirs)
-            engine.save(keys_of(name, 16 if name == "b" else 8))
-            here = {block.key for block in pool.host_blocks()}
-            return len(here & {*ours}), len(here & {*theirs})
-
         engine.pool.retire([other.digest])
         engine.pool.find(())
         wait_until(lambda: len(pool._host.leaving) == 8)
         wait_until(lambda: len(self.disk(engine).catalog.leaving) == 8)
-        assert saved("b") == (8, 0)
+        engine.pool.touch(theirs)
+        engine.save(keys_of("b", 20))
+        here = {block.key for block in pool.host_blocks()}
+        assert (len(here & {*ours}), len(here & {*theirs})) == (4, 0), "twelve had to go"
         engine.recall(theirs[:4])
         engine.pool.register(other, BLOCK_BYTES)
         assert pool._host.retired == self.disk(engine).catalog.retired == frozenset()
@@ -407,14 +403,15 @@ class TermsContract:
         engine.save(keys)
         engine.save(other)
         assert engine.pool.stats().unwritten_bytes == 20 * SLOT_BYTES
+        self.pool_of(engine.pool).drop(other[8:])
         assert engine.pool.flush(keys, 60.0)
         # Durable is a moment before it is counted.
         wait_until(lambda: tier(engine, TierName.DISK).writes == 10)
-        wait_until(lambda: engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES)
+        wait_until(lambda: engine.pool.stats().unwritten_bytes == 8 * SLOT_BYTES)
         engine.close()
         engine.pool.close()
         engine = start(PoolTerms("back"))
-        assert engine.pool.find(keys).blocks == engine.pool.find(other).blocks == 10
+        assert engine.pool.find(keys + other).blocks == 18
 
     def test_back_writes_before_it_evicts(self, start: Start) -> None:
         terms = PoolTerms("back", unwritten_marks=Watermarks(1.0, 1.0))
@@ -466,6 +463,12 @@ class TermsContract:
         keys = keys_of("a", 36)
         engine.save(keys)
         wait_until(lambda: engine.pool.find(keys).blocks == 20)
+        engine.save(keys_of("b", 8))
+        assert engine.pool.find(keys_of("b", 8)).blocks == 8
+        pool = self.pool_of(engine.pool)
+        with pool._changed:
+            assert not pool._evictor.trim(40), "until it is above that again"
+        assert engine.pool.find(keys).blocks == 20
 
 
 def tier(engine: Engine, name: TierName) -> TierStats:

@@ -190,10 +190,7 @@ class Evictor:
         if window is None:
             return False
         going = host.blocks_in(frozenset(window))
-        if self._evict(going) < len(going):
-            return False  # some are stored first
-        host.slots.take_back(window)
-        return True
+        return self._evict(going) == len(going)  # otherwise some are stored first
 
     def _evict(
         self, blocks: Sequence[Block], cause: Cause = Cause.CAPACITY, offer: bool = True

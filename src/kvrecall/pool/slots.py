@@ -295,12 +295,6 @@ class ArenaSlots:
                 best = price, tuple(p[0] for p in pieces[first : last + 1] if p[3])
         return None if best is None else best[1]
 
-    def take_back(self, bases: Iterable[int]) -> None:
-        """Turns these extents, which are now empty, into gaps."""
-        for slots in self._classes.values():
-            for base in slots.extents().keys() & set(bases):
-                self._gaps.add(base, slots.remove_extent(base))
-
     def _grow(self, slots: SlotClass, count: int) -> None:
         """Gives a class an extent with space for at least ``count`` slots, if there is one."""
         if count < 1:

@@ -408,10 +408,13 @@ def test_a_service_that_ends_takes_no_connection(path: Path) -> None:
             assert not running._connections
 
 
-def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
-    """More than the service's open files allow: it refuses the rest, keeps serving earlier ones,
-    and accepts new ones when the crowd has disconnected."""
-    with Service(tmp_path / "service", 16 * MIB, max_files=128) as service:
+@pytest.mark.parametrize(
+    ("files", "why"), [(128, b"32 connections are open"), (1024, b"it has 64 connections open")]
+)
+def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path, files: int, why: bytes) -> None:
+    """More than the service's open files allow, or than are one process's: it refuses the rest,
+    keeps serving earlier ones, and accepts new ones when the crowd has disconnected."""
+    with Service(tmp_path / "service", 16 * MIB, max_files=files) as service:
         client = service.client()
         client.register(NAMESPACE, 5000)
         at_rest = open_files(service.pid)
@@ -422,7 +425,7 @@ def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
         refusal = b""
         with contextlib.suppress(ConnectionError):
             refusal = crowd[-1].recv(1 << 16)
-        assert b"connections are open" in refusal
+        assert why in refusal
         assert still_serves(client)
         for sock in crowd:
             sock.close()

@@ -519,6 +519,15 @@ def test_what_a_boundary_needs_is_not_proved_by_earlier_blocks_behind_it(pool: P
     assert reader.admit(request) == (0, 0)
 
 
+def test_of_one_hit_in_so_many_the_last_block_of_each_group_is_compared(pool: Pool) -> None:
+    bench = Bench(pool, SHAPES["gemma"], audit=2)
+    for recalled in (0, 144, 0):
+        assert bench.run(prompt(160)) == (0, recalled)
+        bench.forget_device()
+    compared = [one.copy for step in bench.orders for one in step.comparisons]
+    assert [(one.group, len(one.block_ids)) for one in compared] == [(0, 1), (1, 1), (2, 1)]
+
+
 def agreement(comparisons: Sequence[Comparison]) -> StepReport:
     report = StepReport()
     for one in comparisons:
