@@ -34,8 +34,7 @@ app = typer.Typer(add_completion=False)
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "lab" / "mutants.toml"
 _SOURCE = ROOT / "src"
-_TEST_S = 120  # of one test; beyond, it waits for what never comes
-_PATIENCE = 4  # times as long, at most, where others keep it waiting
+_TEST_S = 120  # of one test, up to four times that on a busy machine; beyond, it hangs
 _CPU_S = 60  # of the tests of one fault
 _BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError")
 
@@ -220,7 +219,7 @@ def _tested(
     base = folder / name.replace("/", "-")
     report, log = Path(f"{base}.xml"), Path(f"{base}.log")
     busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
-    test_s = _TEST_S * min(max(1.0, busy), _PATIENCE)
+    test_s = _TEST_S * min(max(1.0, busy), 4.0)
     arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={test_s}"]
     arguments += [f"--junitxml={report}", *tests]
     with _nursery() as nursery:

@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +120,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 def _seconds(files: Sequence[str], report: Path) -> Mapping[str, float]:
     """Of the test functions of these files that ran, by a report of pytest."""
-    seconds = Counter[str]()
+    seconds = defaultdict[str, float](float)
     for case in ElementTree.parse(report).iter("testcase"):
         where, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
         file = next(one for one in files if f"{where}.".startswith(one[:-2].replace("/", ".")))
