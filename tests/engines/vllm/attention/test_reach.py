@@ -275,7 +275,7 @@ POOL = {"host_size": "64MiB"}
 MLA = {"block_size": 16, "attention_backend": "CPU_MLA", "max_num_batched_tokens": 4096}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows in every layer": ("mistral", {}, "sliding windows in every layer; serve a model with"),
-    "local chunks": ("llama4_text", {}, "layers of chunked_attention; serve a model with"),
+    "local chunks": ("llama4_text", {}, "layers of kind chunked_attention; serve a model with"),
     "recurrent state": ("qwen3_next", {}, "hybrid models; serve a decoder with full attention"),
     "other quantised KV": (
         "qwen3",
