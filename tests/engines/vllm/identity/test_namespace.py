@@ -691,7 +691,7 @@ def test_adapters_and_what_is_distrusted_have_names_of_their_own() -> None:
         seen.append(names())
         assert seen[1][0] == base
         assert seen[1][1] is not None
-        registry.distrust(seen[1][1])
+        assert seen[1][1].digest in registry.distrust(seen[1][1])
         seen.append(names())
         assert seen[2][0] == base, "an adapter's blocks alone are private"
         registry.turn_private()
