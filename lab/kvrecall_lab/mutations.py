@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,12 +120,13 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 def _seconds(files: Sequence[str], report: Path) -> Mapping[str, float]:
     """Of the test functions of these files that ran, by a report of pytest."""
-    seconds = defaultdict[str, float](float)
+    seconds = dict[str, float]()
     for case in ElementTree.parse(report).iter("testcase"):
         where, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
         file = next(one for one in files if f"{where}.".startswith(one[:-2].replace("/", ".")))
         inside = where[len(file) - 3 :].replace(".", "::")
-        seconds[f"{file}{inside}::{name}"] += float(case.get("time", 0))
+        test = f"{file}{inside}::{name}"
+        seconds[test] = seconds.get(test, 0.0) + float(case.get("time", 0))
     return seconds
 
 

@@ -39,6 +39,7 @@ def session(pool: Pool) -> Iterator[Session]:
 
 def registers(session: Session, space: Namespace) -> bool:
     reply = session.answer(p.Register(1, space.digest, space.parts, 4096))
+    assert isinstance(reply, p.Acknowledged | p.Trouble)
     return isinstance(reply, p.Acknowledged)
 
 

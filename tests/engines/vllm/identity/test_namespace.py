@@ -682,7 +682,7 @@ def test_adapters_and_what_is_distrusted_have_names_of_their_own() -> None:
         registry = NamespaceRegistry(pool, [("full", 4096)], lambda: base, adapters)
 
         def names() -> tuple[Namespace | None, Namespace | None]:
-            assert registry.is_settled(plain)
+            assert all(map(registry.is_settled, (plain, styled)))
             return registry.of(plain), registry.of(styled)
 
         seen = [names()]
@@ -691,12 +691,15 @@ def test_adapters_and_what_is_distrusted_have_names_of_their_own() -> None:
         seen.append(names())
         assert seen[1][0] == base
         assert seen[1][1] is not None
-        registry.distrust(seen[1][1])
+        assert seen[1][1].digest in registry.distrust(seen[1][1])
         seen.append(names())
         assert seen[2][0] == base, "an adapter's blocks alone are private"
-        for _ in range(2):
-            registry.turn_private()
-            seen.append(names())
+        registry.turn_private()
+        assert not registry.live
+        seen.append(names())
+        assert seen[3][0] is not None
+        registry.distrust(seen[3][0])
+        seen.append(names())
         styles = {style for _, style in seen}
         assert len(styles) == len(seen)
         assert None not in styles
