@@ -29,6 +29,7 @@ def run_trials(
     them in the order of ``trials``. If one raises, or on Ctrl-C, no other starts, and ``stop`` ends
     those that run."""
     found: dict[str, Found] = {}
+    progress.now(f"0/{len(trials)}, {jobs} at a time")
     workers = ThreadPoolExecutor(jobs)
     try:
         running = {workers.submit(trial): name for name, trial in trials.items()}
