@@ -73,7 +73,7 @@ in_each_form = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 @in_each_form
 def test_every_byte_is_covered_by_the_checksum(
-    start: Start, folder: Path, codec: BlockCodec | None
+    start: Start, folder: Path, codec: BlockCodec | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = start(block_bytes=5000, codec=codec)
     for place in (0, 1, 2500, 4999):
@@ -91,6 +91,7 @@ def test_every_byte_is_covered_by_the_checksum(
         wait_until(lambda: bench.tier.catalog.pending_free == 0)
         slabs(folder)[0].write_bytes(bytes(data[:4096]) + bytes(len(data) - 4096))
     assert bench.tier.stats().corrupt == 4
+    assert "a corrupt block is dropped" in caplog.text
 
 
 @in_each_form
@@ -306,6 +307,9 @@ def test_a_folder_that_cannot_be_looked_at_is_not_resized(
 
     monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", check_room)
     with pytest.raises(ConfigError, match="Input/output error"):
+        disk.resize(16 * MIB)
+    monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", lambda *_: "1 GiB is free")
+    with pytest.raises(ConfigError, match="1 GiB is free; free some room"):
         disk.resize(16 * MIB)
 
 
