@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from kvrecall.pool.disk.index import Index, reading
 from kvrecall.pool.tier import Outcome, PutVerdict
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import NAMESPACE
-from pool.disk.indexes import forging
+from pool.disk.indexes import forging, full
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -58,13 +57,6 @@ def rows(folder: Path) -> set[int]:
     """The addresses in the index."""
     with reading(folder) as db:
         return {row[0] for row in db.execute("SELECT address FROM blocks")}
-
-
-def full(*_: object) -> None:
-    """What a method of the index does on a medium that is full."""
-    error = sqlite3.OperationalError("database or disk is full")
-    error.sqlite_errorcode = sqlite3.SQLITE_FULL
-    raise error
 
 
 CODECS = {"plain": None, "encrypted": BlockCodec(Cipher([secrets.token_bytes(32)]))}
