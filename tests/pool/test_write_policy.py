@@ -22,6 +22,7 @@ def test_written_back_is_what_exceeds_the_high_mark_down_to_the_low_one() -> Non
     policy, keys = WriteBack(Watermarks(0.5, 0.4)), chain(namespace(), 6)
     blocks = made(keys)
     policy.committed(list(blocks.values()))
+    assert list(policy.recalled(list(blocks.values()))) == []
     policy.touched(keys[4:])
     assert not policy.due(blocks, 12 * SLOT)
     due = policy.due(blocks, 10 * SLOT)
