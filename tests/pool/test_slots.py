@@ -64,6 +64,8 @@ def test_class_knows_its_extents() -> None:
     slots.give(14 * PAGE)
     assert slots.remove_extent(14 * PAGE) == 2 * PAGE
     assert (slots.slots, slots.free) == (4, 1)
+    slots.give_all([11 * PAGE, 13 * PAGE])
+    assert slots.free == 3
 
 
 def test_room_hands_out_only_what_is_ready() -> None:

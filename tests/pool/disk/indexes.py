@@ -15,6 +15,13 @@ from kvrecall.testing.tier_contract import NAMESPACE
 KEYS = chain(NAMESPACE, 8)
 
 
+def full(*_: object) -> None:
+    """What a method of the index does on a medium that is full."""
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
 @contextlib.contextmanager
 def without_types(folder: Path) -> Iterator[sqlite3.Connection]:
     """The index of a folder that no tier uses. Meanwhile its columns take values of any type, as a

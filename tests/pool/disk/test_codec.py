@@ -60,6 +60,11 @@ class TestSealedBufferedDiskTier(TierContract):
         return DiskTier(DiskConfig(path, 64 * MIB), io=io, codec=BlockCodec(Cipher([NEW, OLD])))
 
 
+def test_the_tag_of_an_encrypted_block_is_no_checksum() -> None:
+    assert BlockCodec().checksum_in(b"tag", 9, 9) == b"tag"
+    assert BlockCodec(Cipher([NEW])).checksum_in(b"tag", 9, 9) is None
+
+
 # -- the cipher ---------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from kvrecall.pool.disk.index import Index, reading
 from kvrecall.pool.tier import Outcome, PutVerdict
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import NAMESPACE
-from pool.disk.indexes import forging
+from pool.disk.indexes import forging, full
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -60,20 +59,13 @@ def rows(folder: Path) -> set[int]:
         return {row[0] for row in db.execute("SELECT address FROM blocks")}
 
 
-def full(*_: object) -> None:
-    """What a method of the index does on a medium that is full."""
-    error = sqlite3.OperationalError("database or disk is full")
-    error.sqlite_errorcode = sqlite3.SQLITE_FULL
-    raise error
-
-
 CODECS = {"plain": None, "encrypted": BlockCodec(Cipher([secrets.token_bytes(32)]))}
 in_each_form = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
 @in_each_form
 def test_every_byte_is_covered_by_the_checksum(
-    start: Start, folder: Path, codec: BlockCodec | None
+    start: Start, folder: Path, codec: BlockCodec | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = start(block_bytes=5000, codec=codec)
     for place in (0, 1, 2500, 4999):
@@ -91,6 +83,7 @@ def test_every_byte_is_covered_by_the_checksum(
         wait_until(lambda: bench.tier.catalog.pending_free == 0)
         slabs(folder)[0].write_bytes(bytes(data[:4096]) + bytes(len(data) - 4096))
     assert bench.tier.stats().corrupt == 4
+    assert "a corrupt block is dropped" in caplog.text
 
 
 @in_each_form
@@ -306,6 +299,9 @@ def test_a_folder_that_cannot_be_looked_at_is_not_resized(
 
     monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", check_room)
     with pytest.raises(ConfigError, match="Input/output error"):
+        disk.resize(16 * MIB)
+    monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", lambda *_: "1 GiB is free")
+    with pytest.raises(ConfigError, match="1 GiB is free; free some room"):
         disk.resize(16 * MIB)
 
 

@@ -265,6 +265,7 @@ def test_a_damaged_row_costs_its_block_only(
 ) -> None:
     """Set aside is the file where it is checked; a large one is not."""
     monkeypatch.setattr(index_module, "_LARGE", large)
+    caplog.set_level(logging.INFO)
     filled(tmp_path)
     with without_types(tmp_path) as db:
         db.execute("UPDATE blocks SET tenant = CAST('text' AS TEXT) WHERE depth = 3")
@@ -276,9 +277,14 @@ def test_a_damaged_row_costs_its_block_only(
     assert outcomes.count(Outcome.LOADED) == 30
     assert bench.tier.stats().corrupt == 2
     assert caplog.text.count("2 rows in the index of") == 1
+    assert f"30 blocks in {tmp_path} found" in caplog.text
     assert ("non-BLOB value in blocks.tenant" in caplog.text) == bool(large)
     bench.submit_put(lost)
     assert bench.collect(lost) == [Outcome.STORED] * 2
+    store, index = bench.tier._store, bench.tier._engine.index
+    pages = index._connection.execute("PRAGMA max_page_count").fetchone()[0]
+    room = store.limit_bytes - store.file_bytes - index_module.WAL_BYTES
+    assert pages * 4096 <= room
 
 
 @pytest.mark.parametrize("large", [0, 1 << 30])

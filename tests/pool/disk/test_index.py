@@ -30,7 +30,7 @@ from kvrecall.pool.disk.index import (
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain
 from kvrecall.testing.tier_contract import NAMESPACE
-from pool.disk.indexes import KEYS, forging
+from pool.disk.indexes import KEYS, forging, full
 
 
 def row(address: int, key: BlockKey) -> IndexRow:
@@ -79,11 +79,21 @@ def test_a_namespace_whose_row_is_damaged_is_not_known(tmp_path: Path) -> None:
 
 def test_updates_keep_a_row_right(tmp_path: Path) -> None:
     index = filled(tmp_path)
+    index._ahead_s = 7  # as after the clock was set back
     index.update("used", [(77, 4096)])
     index.update("pinned", [(1, 8192)])
     index.update("address", [(1 << 20, 3 * 4096)])
     assert set(found(index)) == set(KEYS)
     assert index.pinned_keys() == [KEYS[1]]
+    assert max(one.used for rows, _ in index.rows() for one in rows) == 77
+    index.close()
+
+
+def test_the_last_slot_there_can_be_is_counted(tmp_path: Path) -> None:
+    index = filled(tmp_path)
+    change = "UPDATE blocks SET address = ? WHERE address = 4096"
+    index._connection.execute(change, ((1 << 63) - 4096,))
+    assert index.count_in_slabs(40) == {0: 7, (1 << 23) - 1: 1}
     index.close()
 
 
@@ -140,6 +150,19 @@ def test_a_medium_that_fails_is_no_damage(name: str) -> None:
     for one in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         error.sqlite_errorcode = one
         assert is_damage(error)
+
+
+def test_an_index_is_set_aside_neither_for_a_failing_medium_nor_as_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / INDEX_NAME).touch()
+    filled(tmp_path).close()
+    monkeypatch.setattr(Index, "note_time", full)
+    with pytest.raises(sqlite3.OperationalError):
+        Index.open(tmp_path, Clock())
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.aside"))
+    assert found(Index.open(tmp_path, Clock())) == KEYS
 
 
 def test_a_file_aside_that_cannot_be_looked_at_counts_nothing(tmp_path: Path) -> None:
