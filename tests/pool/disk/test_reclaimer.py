@@ -90,21 +90,22 @@ def test_what_is_dropped_while_it_moves_is_gone(
     assert again.get(MOVED) == [Outcome.MISS] * 5 + [Outcome.LOADED] * 15
 
 
-def test_pinned_blocks_outlive_a_lowered_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pinned", [1, 20])
+def test_pinned_blocks_outlive_a_lowered_limit(tmp_path: Path, pinned: int) -> None:
     """Though nothing else can be evicted, as all of it is being read."""
     bench = open_disk(tmp_path)
     tier = bench.tier
     first = chain(NAMESPACE, SLOTS)
     bench.put(first)
     bench.put(MOVED)
-    tier.catalog.pin(MOVED)
+    tier.catalog.pin(MOVED[:pinned])
     reads = [entry for key in first if (entry := tier.catalog.acquire(key))]
     tier.resize(9 * MIB)
     wait_until(lambda: len(tier.catalog.slab_uses()) == 1)
     for entry in reads:
         tier.catalog.release(entry)
     wait_until(lambda: tier.surplus_bytes == 0)
-    assert bench.get(MOVED) == [Outcome.LOADED] * 20
+    assert bench.get(MOVED[:pinned]) == [Outcome.LOADED] * pinned
 
 
 def test_blocks_of_a_slab_that_is_given_to_another_size_are_evicted(tmp_path: Path) -> None:
