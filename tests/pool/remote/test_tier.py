@@ -356,11 +356,15 @@ def test_latencies_are_kept(host: Host) -> None:
     host.ask(chain(NAMESPACE, 9, "other"))
     rows = host.tier.histograms().items()
     counts, within = ({name: each[at][1] for name, each in rows} for at in (-1, -2))
-    assert counts == within == {
-        "remote_read_seconds": 4,
-        "remote_write_seconds": 4,
-        "remote_lookup_seconds": 1,
-    }
+    assert (
+        counts
+        == within
+        == {
+            "remote_read_seconds": 4,
+            "remote_write_seconds": 4,
+            "remote_lookup_seconds": 1,
+        }
+    )
 
 
 @pytest.mark.parametrize(
