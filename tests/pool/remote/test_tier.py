@@ -354,17 +354,9 @@ def test_latencies_are_kept(host: Host) -> None:
     host.bench.put(keys)
     host.bench.get(keys)
     host.ask(chain(NAMESPACE, 9, "other"))
-    rows = host.tier.histograms().items()
-    counts, within = ({name: each[at][1] for name, each in rows} for at in (-1, -2))
-    assert (
-        counts
-        == within
-        == {
-            "remote_read_seconds": 4,
-            "remote_write_seconds": 4,
-            "remote_lookup_seconds": 1,
-        }
-    )
+    told = {"remote_read_seconds": 4, "remote_write_seconds": 4, "remote_lookup_seconds": 1}
+    for at in -1, -2:  # none took longer than the largest bound
+        assert {name: rows[at][1] for name, rows in host.tier.histograms().items()} == told
 
 
 @pytest.mark.parametrize(
