@@ -68,7 +68,7 @@ def engine(longest: int, connector: str, **pool: Any) -> Any:
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             speculative_config=None,
         ),
-        model_runner=SimpleNamespace(get_kv_cache_spec=lambda: specs),
+        get_kv_cache_spec=lambda: specs,
     )
 
 
@@ -93,7 +93,7 @@ def test_a_life_takes_no_more_than_was_left(
     monkeypatch.setattr(MetaDevice, "move", lambda *_: None)
     runner.leave_room(room.cache_bytes)
     worker = engine(longest, connector, **pool)
-    specs = worker.model_runner.get_kv_cache_spec()
+    specs = worker.get_kv_cache_spec()
     kv = sum(spec.page_size_bytes for spec in specs.values())
     blocks, rest = divmod(Worker.determine_available_memory(worker), kv)
     assert not rest
