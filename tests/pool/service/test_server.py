@@ -524,8 +524,9 @@ def test_other_users_are_refused_whatever_the_socket_lets_in() -> None:
 
     def serve() -> bool:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(folder / "nobody.sock"))
+        listener.bind(str(folder / "early.sock"))
         listener.listen()
+        (folder / "early.sock").rename(folder / "nobody.sock")
         return listener.accept()[0].recv(1) == b""  # no greeting
 
     pid = as_nobody(serve)
