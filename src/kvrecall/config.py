@@ -187,6 +187,10 @@ class PoolTerms:
     read_only: bool = False  # engines save nothing, and clear nothing
     read_only_namespaces: tuple[str, ...] = ()  # the same in these: first hex digits of digests
 
+    @property
+    def spares_some(self) -> bool:
+        return self.read_only or bool(self.read_only_namespaces)
+
     def spares(self, namespace: bytes) -> bool:
         """Whether engines save nothing in the namespace of this digest, and clear nothing."""
         return self.read_only or namespace.hex().startswith(self.read_only_namespaces)

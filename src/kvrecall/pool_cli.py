@@ -134,9 +134,8 @@ def _announce(config: PoolConfig, path: Path) -> None:
     disk = config.disk
     shown = f"{format_size(disk.capacity_bytes)} in {disk.path}" if disk else "none"
     text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk {shown}"
-    text += f", read-only {' '.join(config.terms.read_only_namespaces)}" * bool(
-        config.terms.read_only_namespaces
-    )
+    marked = " ".join(config.terms.read_only_namespaces)
+    text += f", read-only {marked}" if marked else ""
     typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 

@@ -566,7 +566,7 @@ class Pool:
         return self._terms.spares(namespace)
 
     def clear(self) -> None:
-        if self._terms.read_only or self._terms.read_only_namespaces:
+        if self._terms.spares_some:
             spares, held = self._terms.spares, self.admin.blocks()
             lost = {each.key for each in held if not spares(each.key[:NAMESPACE_BYTES])}
             self.admin.drop(lost, Cause.CLEARED)
@@ -776,6 +776,8 @@ class Pool:
         """Those of new blocks that may be saved; the log names each read-only namespace once."""
         if self._closed:
             return {}
+        if not self._terms.spares_some:
+            return made
         digests = {key[:NAMESPACE_BYTES] for key in made}
         spared = {digest for digest in digests if self._terms.spares(digest)}
         for digest in spared - self._told:
@@ -786,7 +788,7 @@ class Pool:
         self._told |= spared
         refused = {key: made[key] for key in made if key[:NAMESPACE_BYTES] in spared}
         self._host.refuse(refused.values(), Refusal.READ_ONLY)
-        return {key: made[key] for key in made if key not in refused} if refused else made
+        return {key: made[key] for key in made if key not in refused}
 
     def _place(
         self, made: Mapping[BlockKey, Block], in_use: Callable[[], Sequence[Block]]
