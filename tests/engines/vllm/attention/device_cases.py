@@ -31,6 +31,7 @@ from engines.vllm.attention.test_kernel import (  # noqa: F401
 from engines.vllm.attention.test_residency import (  # noqa: F401
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
+from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
@@ -184,6 +185,34 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
     found = copied("layer", Activity(), row, bench.cache)
     assert torch.equal(found, whole)
     assert found.stride()[1:] == bench.cache.stride()[1:]
+
+
+def test_what_a_step_counted_that_ended_between_its_turns_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a program of the next step would add up before the others have come."""
+    bench = DeviceBench(shape_of(), SETTINGS, 60)
+    sequence = bench.sequence(1300)
+    want = bench.decode(sequence)
+    memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
+    left = {0: wipe(bench, sequence, 6, memory, 256)}
+    table, rows = sequence.block_ids.to(torch.int32)[None], [BatchRow(1, 1300, False)]
+    step = bench.planner.plan(rows, table, left)
+    assert step is not None
+    other, given = torch.randn_like(sequence.query), (bench.cache, step, bench.terms)
+    attend = kernels.attend_by_triton
+
+    def fail(*args: Any, turn: int, **more: Any) -> None:
+        if turn == 2:
+            assert step.plan.arrived.any()
+            raise RuntimeError("out of memory")
+        attend(*args, turn=turn, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "attend_by_triton", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            bench.layer.attend(other[None], *given)
+    assert torch.equal(bench.layer.attend(sequence.query[None], *given), want)
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])

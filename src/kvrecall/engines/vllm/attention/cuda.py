@@ -422,8 +422,12 @@ class TritonKernel(AttentionKernel):
             attend(turn=0 if plan.place is None else 3)
             return
         attend(turn=1)
-        device_of(self.device).current().wait(plan.fetched)
-        attend(turn=2)
+        try:
+            device_of(self.device).current().wait(plan.fetched)
+            attend(turn=2)
+        except BaseException:
+            plan.arrived.zero_()  # what the first turn has counted
+            raise
 
     def beside(self, fetch: Callable[[], None]) -> Event | None:
         """Queues what fetches chosen blocks beside what follows; the event when they are there.
