@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -138,6 +139,7 @@ class World:
         self.output = torch.zeros(LAYERS, REQUESTS, HEADS, DIM)
         self.graphs: dict[int, list[list[Any]]] = {}
         self.replayed = self.replayed_off = self.sparse = 0
+        self.batches: set[int] = set()
         self.group = self.builder._group
         caches = dict(zip(names, self.caches, strict=True))
         self.pages = {name: one.view(BLOCKS, -1).view(torch.uint8) for name, one in caches.items()}
@@ -212,7 +214,7 @@ class World:
         self.table[: len(requests)] = torch.from_numpy(ids[: len(requests)])
         padded = min((size for size in SIZES if size >= len(requests)), default=0)
         may = bool(self.graphs) and max(counts) == 1 and not veto
-        graph = may and not self.builder.hinders_graph(len(requests))
+        graph = may and not runner._is_hindered(len(requests))
         rows = np.arange(len(requests))
         prompts = np.array([one.prompt for one in requests], dtype=np.int32)
         runner.step_blocks[self.builder._layer_names[0]] = runner.BatchBlocks(
@@ -238,6 +240,7 @@ class World:
             self.has_work = metadata.retrieval is not None
             return False
         self.replayed += 1
+        self.batches.add(len(requests))
         self.replayed_off += any(one.offsets for one in requests)
         for layer, record in enumerate(self.graphs[padded]):
             self.write(layer, requests, counts)
@@ -265,7 +268,9 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("kvrecall.engines.vllm.attention.backend.active_settings", lambda: SETTINGS)
     monkeypatch.setattr(cuda, "active_settings", lambda: SETTINGS)
     monkeypatch.setattr(runner, "follow_blocks", lambda _: None)
-    monkeypatch.setattr(runner, "decides_graphs", lambda _: False)
+    monkeypatch.setattr(runner, "decides_graphs", lambda _: True)
+    monkeypatch.setattr(runner, "install", lambda *_: None)
+    monkeypatch.setattr(runner, "_graph_users", WeakSet())
     monkeypatch.setattr(cuda, "SEEN_EVERY_REPLAYS", 8)
     devices.device_of.cache_clear()
     yield
@@ -455,6 +460,7 @@ def test_replayed_steps_are_those_without_graphs_to_the_bit() -> None:
         both.step()
     ours, plain = both.ours, both.plain
     assert ours.replayed > 10
+    assert ours.batches == {1, 2, 3, 4, 5, 6}
     assert ours.sparse == plain.sparse > 10
     told, expected = (world.builder._activity.totals() for world in (ours, plain))
     for name in ("blocks_selected", "blocks_considered", "layers_sparse"):
@@ -512,6 +518,7 @@ def test_replayed_steps_off_the_device_are_those_on_it_to_the_bit() -> None:
         both.step(veto=len(both.requests) == 6)
     ours = both.ours
     assert ours.replayed_off > 15
+    assert {7, 8} <= ours.batches
     ours.group.counted(wait=True)
     told = ours.builder._activity.totals()
     assert told["blocks_hit"] > 0

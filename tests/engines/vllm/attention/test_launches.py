@@ -159,14 +159,17 @@ def test_starts_that_measure_nearly_the_same_decide_alike() -> None:
     assert found == {512 << 20}
 
 
-def test_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where kernels are not run: what is measured is the cost of asking for them."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_device_is_measured(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where kernels are not run: what is measured is the cost of asking for them; of a
+    graph, which is captured first, that of one of sixteen layers."""
     launched: list[str] = []
     monkeypatch.setattr(kernels, "_launch", lambda name, *_, **__: launched.append(name))
     kernel = TritonKernel(LLAMA, torch.device("cpu"))
     stated = kernel.overhead_bytes
-    speed = kernel.measure(SEED, rounds=2)
-    assert launched == ["digest_blocks", *EVERY] * 3 * 5, "the least of five counts"
+    speed = kernel.measure(SEED, graphs, rounds=2)
+    layers = 16 * (1 + 3 * 5) if graphs else 3 * 5
+    assert launched == ["digest_blocks", *EVERY] * layers, "the least of five counts"
     assert kernel.overhead_bytes == speed.overhead_bytes(128) != stated
 
 

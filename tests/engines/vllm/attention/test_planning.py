@@ -214,3 +214,17 @@ def test_a_cache_of_eight_bits_has_a_scale_a_layer(
     layer._k_scale = torch.ones(2)
     with pytest.raises(EngineError, match="takes one scale of keys a layer"):
         made.make_kernel(spec)
+
+
+def test_steps_of_a_token_each_are_one_graph_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where drafts may be, or no step's graph can be hindered, none is."""
+    for builder in (cuda.FlashBuilder, cuda.TritonBuilder):
+        for speculative, decides in ((None, True), ("ngram", True), (None, False)):
+            monkeypatch.setattr(runner, "decides_graphs", lambda _, decides=decides: decides)
+            config = SimpleNamespace(speculative_config=speculative)
+            found = builder.get_cudagraph_support(config, None)
+            graphs = decides and speculative is None
+            single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            assert found is (single if graphs else AttentionCGSupport.NEVER)

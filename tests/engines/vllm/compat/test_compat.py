@@ -348,6 +348,9 @@ def test_ranks_that_share_the_tokens_of_a_block_are_refused(name: str) -> None:
     setattr(engine.parallel_config, name, 1)
     require_supported(engine, SimpleNamespace(kv_cache_groups=[group]))
     assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+    engine.attention_config = SimpleNamespace(hisparse_config=1)
+    with pytest.raises(EngineError, match="HiSparse keeps KV where no pool reads it"):
+        require_supported(engine, SimpleNamespace(kv_cache_groups=[group]))
 
 
 @pytest.mark.parametrize("cuts", [(), (True,), (True, True)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.device import driver
+from kvrecall.engines.vllm.device import accelerator, driver
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice
 
 NONE = np.arange(3)[np.zeros(3, dtype=bool)]
@@ -32,3 +34,22 @@ def test_every_form_of_numbers_is_sent(name: str, monkeypatch: pytest.MonkeyPatc
     for one in (sent, into):
         assert torch.equal(one, values)
         assert (one.dtype, one.shape) == (values.dtype, values.shape)
+
+
+def test_the_ring_is_written_again_once_the_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest part, and no later one, is waited for."""
+    monkeypatch.setattr(driver, "pinned", lambda count: torch.empty(count, dtype=torch.uint8))
+    monkeypatch.setattr(accelerator, "_PART_BYTES", 128)
+    device, said = AcceleratorDevice(torch.device("cpu")), list[str]()
+
+    def record() -> object:
+        number = sum(word.startswith("read") for word in said)
+        said.append(f"read {number}")
+        return SimpleNamespace(wait=lambda: said.append(f"wait {number}"))
+
+    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(record=record))
+    for _ in range(12):
+        device.send(torch.zeros(64, dtype=torch.uint8))
+    assert said == ["read 0", "read 1", "read 2", "read 3", "wait 0", "read 4", "wait 1"]
