@@ -315,6 +315,9 @@ class Kernels:
                 for head in range(HEADS) if row[SLOTS] else ():
                     lost = lost_of[at * HEADS + head].tolist()
                     for number in lost[1 : 1 + lost[0]]:
+                        if not address_of[number]:
+                            rank.wrong("a block is fetched from no record")
+                            return
                         source = int(address_of[number]) + int(page_at.plain) + head * PART
                         slot = int(slot_of[head, number])
                         memmove(cache + slot * PAGE + head * PART, source, PART)

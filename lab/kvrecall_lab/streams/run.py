@@ -32,6 +32,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import RetrievalLayer
 from kvrecall.engines.vllm.attention.copies import KeptLayer
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.compat.offloadable import OffloadManager
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
@@ -189,6 +190,20 @@ def _(write: Any, tables: Any, place: int, first: int, names: Any, slots: Any) -
     write(tables, place, first, names, slots)
     tables.names.plain[place, first : first + len(names)] = names.told()
     tables.slots.plain[place, : len(slots)] = slots.told()
+
+
+@rule("where records lie is told to the device", TritonKernel, "number", OFFLOAD)
+def _(number: Any, kernel: Any, sequence: Any) -> None:
+    kept = kernel.numbers.addresses
+    kernel.numbers.addresses = kept.clone()
+    number(kernel, sequence)
+    kernel.numbers.addresses = kept
+
+
+@rule("a graph reads what it must by an address that stays", TritonKernel, "number", OFFLOAD)
+def _(number: Any, kernel: Any, sequence: Any) -> None:
+    kernel.numbers.addresses = kernel.numbers.addresses.clone()
+    number(kernel, sequence)
 
 
 @rule("what a replay needs is digested before it", RetrievalGroup, "replay", OFFLOAD)
