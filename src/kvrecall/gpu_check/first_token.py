@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ _COUNTERS = {
     "host": "vllm:external_prefix_cache_hits_total",
 }
 """Recalled tokens, as vLLM counts them: other connectors do not tell by prompt."""
+
+TOGETHER = 4
+"""Prompts that come at once, of the middle one of the lengths: together no longer than the longest
+of 8K, 32K and 128K tokens."""
 
 
 @dataclass
@@ -49,8 +54,9 @@ class FirstTokens:
         self.shape.write(self.folder / "model", max(self.contexts) + 1024, "llama", weights=False)
 
     def measure(self, connectors: Sequence[str]) -> Finding:
-        """Computed, from the device, and from host memory after the device's cache was emptied.
-        Raises CheckError, after all, if a prefix did not come from where it should."""
+        """Computed, from the device, and from host memory after the device's cache was emptied;
+        there also of some that come at once. Raises CheckError, after all, if a prefix did not come
+        from where it should."""
         for name in connectors:
             self.say(f"{name}: starting")
             with self.server(name) as server:
@@ -71,7 +77,30 @@ class FirstTokens:
                         server.forget_device()
                     found = self.seconds[name][context]
                     self.say(f"{name}, {context} tokens: {found}", seconds=found)
+                context = self.contexts[len(self.contexts) // 2]
+                self._together(server, name, context, texts)
         return self.finding()
+
+    def _together(self, server: ServerProcess, name: str, context: int, texts: Texts) -> None:
+        documents = [texts.document(context + TAIL) for _ in range(TOGETHER)]
+        for document in documents:
+            server.ask(document, 2)
+        server.settle()
+        server.forget_device()
+        before = server.metric(_COUNTERS["host"])
+        with ThreadPoolExecutor(TOGETHER) as threads:
+            answers = list(threads.map(lambda document: server.ask(document, 2), documents))
+        hits = server.metric(_COUNTERS["host"]) - before
+        found = [
+            one.recalled.get("host", 0) if name == OURS else hits / TOGETHER for one in answers
+        ]
+        seconds = [one.ttft_s for one in answers]
+        self.say(f"{name}, {TOGETHER} at once of {context} tokens: {seconds}", seconds=seconds)
+        if min(found) < context:
+            self.elsewhere.append(
+                f"{name}: {TOGETHER} of {context} tokens meant from host: {found}"
+            )
+        self.seconds[name][context]["together"] = seconds
 
     def finding(self) -> Finding:
         """What was measured so far."""
