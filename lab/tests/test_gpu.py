@@ -179,7 +179,7 @@ def test_each_part_ends_with_all_that_it_started(tmp_path: Path) -> None:
 @pytest.mark.longest
 @pytest.mark.engine
 def test_all_of_a_run_at_toy_size(tmp_path: Path) -> None:
-    parts = ["environment", "chain", "variants", "copies", "first-token", "decode", "gaps"]
+    parts = "environment chain variants copies first-token decode beyond gaps".split()
     words = ["run", "--out", str(tmp_path / "out"), "--home", str(tmp_path), "--tiny"]
     command = [sys.executable, "-m", "kvrecall_lab.gpu", *words, "--limit", "1500"]
     subprocess.run([*command, "--parts", ",".join(parts)], check=True)
@@ -187,5 +187,8 @@ def test_all_of_a_run_at_toy_size(tmp_path: Path) -> None:
     found = {one["check"]: one["figures"] for one in lines if one.get("state") == "pass"}
     assert list(found) == parts
     times = found["first-token"]["seconds"]["kvrecall"]
-    assert [set(one) for one in times.values()] == [{"computed", "device", "host", "disk"}] * 2
+    tiers = {"computed", "device", "host", "disk"}
+    assert [set(one) for one in times.values()] == [tiers, tiers | {"together"}]
+    off = found["beyond"]["off"].values()
+    assert [(one["spread"], one["at_once"]) for one in off] == [(0.05, 2), (0.0, 2)]
     assert set(found["gaps"]["gaps_s"]["kvrecall"]) == {"quiet", "host", "device", "computed"}

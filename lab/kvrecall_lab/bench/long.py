@@ -8,9 +8,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -53,7 +54,7 @@ def measure_long(
     found = []
     for context in lengths_in(contexts):
         with tempfile.TemporaryDirectory(prefix="kvrecall-long-", dir="/var/tmp") as folder:
-            case = _Case(Path(folder), model, context, answer, sequences, disk)
+            case = LongCase(Path(folder), model, context, answer, sequences, disk)
             blocks = int(device * context / BLOCK)
             beside: dict[str, Mapping[str, str]] = {"here": retrieval} if here else {}
             beside |= {"dense": {}} if dense else {}
@@ -69,21 +70,51 @@ def measure_long(
     return Report("long", names, rows, {**found[-1], "all": found}, notes)
 
 
-class _Case:
-    """One length."""
+class LongCase:
+    """One length. ``more``: options of the engines."""
 
     def __init__(
-        self, folder: Path, model: BenchModel, context: int, answer: int, sequences: int, disk: bool
+        self,
+        folder: Path,
+        model: BenchModel,
+        context: int,
+        answer: int,
+        sequences: int,
+        disk: bool,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._folder, self._context, self._model, self._disk = folder, context, model, disk
-        self._engines, texts = Engines(folder), Texts()
-        sampling = {"detokenize": False, "ignore_eos": True}
-        self._questions = [
-            Question(str(at), texts.tokens(context + _TAIL), answer, sampling=sampling)
-            for at in range(sequences)
-        ]
-        self._short = Question("short", texts.tokens(_TAIL), answer, sampling=sampling)
+        self._engines, self._texts, self._more = Engines(folder), Texts(), more
+        self._answer, self._sequences = answer, sequences
+        self._questions = self._asked()
+        self._short = self._question("short", _TAIL)
         self._longest = -(-(context + _TAIL + answer) // BLOCK) * BLOCK
+
+    def _asked(self, heat: float = 0.0) -> list[Question]:
+        """Others each time. ``heat``: the temperature at which their answers' tokens are drawn."""
+        tokens = self._context + _TAIL
+        return [self._question(str(at), tokens, heat) for at in range(self._sequences)]
+
+    def _question(self, name: str, tokens: int, heat: float = 0.0) -> Question:
+        sampling = {"detokenize": False, "ignore_eos": True, "temperature": heat}
+        return Question(name, self._texts.tokens(tokens), self._answer, sampling=sampling)
+
+    def by_spread(
+        self, blocks: int, retrieval: Mapping[str, str], spreads: Sequence[float]
+    ) -> Iterator[dict[str, Any]]:
+        """Off the device, whose cache has so many ``blocks``, by one engine, behind KV of each of
+        these ``spreads`` (``kv.store_drawn``)."""
+        with self._started("off", blocks, retrieval, {}) as engine:
+            for spread in spreads:
+                self._questions = self._asked(1.0)  # queries, too, differ from step to step
+                self._fill(engine, spread)
+                before = engine.metrics()
+                yield {"spread": spread, **self._paces(engine), **self._read(engine, before)}
+
+    def _fill(self, engine: EngineProcess, spread: float = 0.0) -> None:
+        prompts = [one.prompt for one in self._questions]
+        engine.send({"do": "fill", "prompts": prompts, "drawn": True, "spread": spread})
+        engine.await_reply("fill", _PATIENCE_S)
 
     def measure(
         self,
@@ -99,9 +130,7 @@ class _Case:
         whole = max(blocks, self._longest // BLOCK + 2)
         with ExitStack() as stack:
             off = stack.enter_context(self._started("off", blocks, retrieval, figures))
-            prompts = [one.prompt for one in self._questions]
-            off.send({"do": "fill", "prompts": prompts, "drawn": True})
-            off.await_reply("fill", _PATIENCE_S)
+            self._fill(off)
             engines = {"": off}
             for name, environment in beside.items():
                 start = self._started(name, whole, environment, {}, host.MADE_UP)
@@ -160,6 +189,7 @@ class _Case:
             "pool": {} if module else pool,
             "env": {**ONE_THREAD, **environment},
             **({"module": module} if module else {}),
+            **self._more,
         }
         progress(f"{self._context:,} tokens, {name}: an engine starts")
         began = time.monotonic()
@@ -180,18 +210,23 @@ class _Case:
         paces = {name: round(1e3 * seconds / steps, 3) for name, seconds in spent.items()}
         return {"first_s": round(first.ttft_s, 3), **paces, "at_once": _most_at_once(answers)}
 
-    def _read(self, engine: EngineProcess) -> dict[str, float]:
-        """What sparse layers read, and what came to the device."""
-        counts = engine.metrics()
-        did = {name: counts[f"{_COUNTS}{name}_total"] for name in _READ}
+    def _read(
+        self, engine: EngineProcess, before: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, float]:
+        """What sparse layers have read since, what came to the device, and which share of the
+        chosen blocks off it was in slots: 1 where it reads the others in place."""
+        counts = {name: count - before.get(name, 0) for name, count in engine.metrics().items()}
+        did = {name: counts.get(f"{_COUNTS}{name}_total", 0) for name in _READ}
         if not did["sequences_offloaded"]:
             raise KvrecallError("the sequence did not decode off the device")
         attended = did["blocks_attended"] / did["layers_sparse"] / self._model.kv_heads
         loaded = counts["kvrecall_loaded_bytes_total"] / 2**20
-        return {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        share = 1 - did["blocks_loaded"] / max(1, did["blocks_hit"] + did["blocks_loaded"])
+        told = {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        return {**told, "in_slots": round(share, 4)}
 
 
-_READ = ("sequences_offloaded", "blocks_attended", "layers_sparse")
+_READ = ("sequences_offloaded", "blocks_attended", "layers_sparse", "blocks_hit", "blocks_loaded")
 
 
 def _middle(values: list[float]) -> float:

@@ -10,8 +10,9 @@
                            ``pool``; if ``running``, requests start over, otherwise only an idle
                            engine does it
 {"do": "change", ..}       changes the weights, as of ``kvrecall_lab.engines.changing``
-{"do": "fill", "prompts": [[..], ..], "drawn": ..}  has the pool hold made-up KV as if it had
-                           served these: zeros, or random numbers if ``drawn``
+{"do": "fill", "prompts": [[..], ..], "drawn": .., "spread": ..}  has the pool hold made-up KV as
+                           if it had served these: zeros, or random numbers if ``drawn``;
+                           ``spread``: as of ``kv.store_drawn``
 {"do": "cancel", "id": .., "when": ..}  aborts a request, which is not answered; with ``when``
                            once it is in that state (``STATES``), and ``{"cancelled": id}``
 {"do": "linger"}           lets no step begin, once blocks wait in the arena for room on the device
@@ -299,7 +300,9 @@ class Host:
             wait_until(lambda: not pool.is_connected)
             wait_until(lambda: pool.is_connected)
 
-    def _fill(self, prompts: Sequence[list[int]], drawn: bool = False) -> dict[str, int]:
+    def _fill(
+        self, prompts: Sequence[list[int]], drawn: bool = False, spread: float = 0.0
+    ) -> dict[str, int]:
         """Uses every chain as a request does, and saves what is missing."""
         from vllm import SamplingParams
 
@@ -323,14 +326,15 @@ class Host:
                 some = keys[at : at + at_once]
                 slots = pool.reserve(some, keys[at - 1] if at else None)
                 if drawn:
-                    self._draw([one.offset for one in slots if one.verdict is Verdict.RESERVED])
+                    new = [one.offset for one in slots if one.verdict is Verdict.RESERVED]
+                    self._draw(new, spread)
                 pool.commit(some)
             if not pool.flush(keys, _FILL_S):
                 raise EngineError("the pool is full: not all of a prompt is saved")
             self._engine.abort_request(["fill"])
         return {tier.name: tier.blocks for tier in pool.stats().tiers if tier.evictions}
 
-    def _draw(self, offsets: Sequence[int]) -> None:
+    def _draw(self, offsets: Sequence[int], spread: float) -> None:
         """Fills records of the arena by way of the device, whose blocks no request may hold."""
         from kvrecall.engines.vllm.device.base import Copy
         from kvrecall.engines.vllm.wire import StepOrders, StoreOrder
@@ -341,7 +345,7 @@ class Host:
         store = StoreOrder(-1, copy, side._auditor.origin())
         arena, sizes = side._pool.arena_handle(), side._record_bytes
         orders = StepOrders(arena, stores=[store], record_bytes=sizes)
-        self._llm.collective_rpc(store_drawn, args=(orders,))
+        self._llm.collective_rpc(store_drawn, args=(orders, spread))
 
     def _step(self) -> None:
         outputs = self._engine.step()

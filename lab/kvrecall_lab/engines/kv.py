@@ -25,9 +25,11 @@ def device_kv(worker: Any, tables: Mapping[str, Mapping[int, int]]) -> Kv:
     }
 
 
-def store_drawn(worker: Any, orders: Any) -> None:
+def store_drawn(worker: Any, orders: Any, spread: float) -> None:
     """Called in a worker: draws random KV on the device and copies it to the arena, as
-    ``StepOrders`` of stores say."""
+    ``StepOrders`` of stores say. ``spread``: of the logarithms of blocks' sizes; the more, the less
+    the choice of blocks changes with the query."""
+    import torch
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()._w
@@ -35,7 +37,9 @@ def store_drawn(worker: Any, orders: Any) -> None:
     for store in orders.stores:
         ids = list(store.copy.block_ids)
         for layer in layers:
-            layer.kv_cache[ids[0] : ids[-1] + 1].normal_()
+            drawn = layer.kv_cache[ids[0] : ids[-1] + 1].normal_()
+            sizes = torch.randn(len(drawn), device=drawn.device).mul(spread).exp()
+            drawn *= sizes.to(drawn.dtype).view(-1, *[1] * (drawn.dim() - 1))
         for group in connector._retrieval_groups:
             group.note_overwritten(ids)
     connector.start_stores(orders)

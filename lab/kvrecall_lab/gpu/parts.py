@@ -32,6 +32,13 @@ kvrecall.server.connections""".split()
 _SHARE = 0.1
 """Of the middle blocks, as by default."""
 
+_BEYOND = 64
+"""Tokens of an answer behind a sequence that is longer than the device's cache."""
+
+_SPREAD = 0.05
+"""By which of a tenth of 1,024 blocks, chosen by random queries, 4 % are in no slot, as is expected
+of a trained model's; of random keys 62 %."""
+
 _PLUGINS = {"retrieval", "seeds", "weights", "waits"}
 """What vLLM loads of kvrecall, found by its metadata."""
 
@@ -200,6 +207,32 @@ def _decode(here: Here) -> Finding:
     return measure_decode(cases, LARGE, *place, OPEN, *options)
 
 
+def _beyond(here: Here) -> Finding:
+    """Whole engines whose sequences are longer than the device's cache, which dense attention could
+    not serve: behind keys by which the choice of blocks changes from step to step about as a
+    trained model's does, and behind random ones, by which it changes far more."""
+    from kvrecall.bench.model import BLOCK
+    from kvrecall.environment import PLUGINS
+    from kvrecall.gpu_check.servers import LARGE, OPEN, SCALED, SMALL
+    from kvrecall_lab.bench.long import LongCase
+
+    shape, cases = LARGE, [(1, 512 << 10, 0.25), (8, 64 << 10, 2.0)]
+    retrieval = {**OPEN, "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "32768", PLUGINS: "retrieval"}
+    more: dict[str, Any] = {"enforce_eager": False, "attention_backend": "FLASH_ATTN"}
+    if here.on_cpu:
+        shape, cases, more = SMALL, [(2, 4096, 0.5)], {}
+        retrieval |= {**SCALED, "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "2048"}
+    found: dict[str, Any] = {}
+    for sequences, tokens, share in cases:
+        name = f"{sequences} of {tokens}"
+        case = LongCase(here.folder / f"{tokens}", shape, tokens, _BEYOND, sequences, False, more)
+        for one in case.by_spread(int(share * tokens / BLOCK), retrieval, (_SPREAD, 0.0)):
+            found[f"{name}, spread {one['spread']}"] = one
+            here.say(f"{name} off the device: {one}", **one)
+    rates = {name: round(1e3 / one["wall_ms"], 1) for name, one in found.items()}
+    return f"tokens a second of each: {rates}", {"off": found}
+
+
 def _gaps(here: Here) -> Finding:
     from kvrecall_lab.gpu.tiers import measure_gaps
 
@@ -218,6 +251,7 @@ PARTS: Mapping[str, Part] = {
     "first-token": Part(_first_token, 150, 300),
     "first-token-of-others": Part(_first_token_of_others, 150, 180),
     "decode": Part(_decode, 150, 320),
+    "beyond": Part(_beyond, 150, 300),
     "gaps": Part(_gaps, 150, 180),
     "traffic": replace(CHECKS["traffic"], whole_s=60),
     "retrieval-tokens": replace(CHECKS["retrieval-tokens"], whole_s=120),
