@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvrecall.bench.model import Texts
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
@@ -35,7 +36,7 @@ NONE = CheckOutcome("device", State.SKIP, "no GPU")
 BAD = CheckOutcome("copies", State.FAIL, "wrong bytes", {"bytes": 3})
 
 
-def quiet(_: str) -> None:
+def quiet(_: str, **figures: object) -> None:
     pass
 
 
@@ -315,6 +316,10 @@ class Recalling:
     def metric(self, name: str) -> float:
         return self._external * self._asked if "external" in name else 0.0
 
+    def settle(self) -> None: ...
+
+    forget_device = settle
+
 
 @pytest.mark.parametrize("name", ["kvrecall", "OffloadingConnector"])
 def test_a_prefix_that_was_not_loaded_is_not_called_loaded(name: str, tmp_path: Path) -> None:
@@ -322,8 +327,12 @@ def test_a_prefix_that_was_not_loaded_is_not_called_loaded(name: str, tmp_path: 
     theirs = {} if name == "kvrecall" else {"computed": 528}  # what is said of other connectors
     server: Any = Recalling(theirs or {"host": 512, "computed": 16}, 512)
     tokens.ask(server, name, 512, "host", "")
-    assert tokens.finding()[1]["seconds"][name]["512"]["host"]["p50"] == 0.5
+    tokens._together(server, name, 512, Texts())
+    found = tokens.finding()[1]["seconds"][name]["512"]
+    assert (found["host"]["p50"], found["together"]["n"]) == (0.5, 4)
     declining: Any = Recalling(theirs or {"host": 384, "computed": 144}, 384)
     tokens.ask(declining, name, 512, "host", "")
-    with pytest.raises(CheckError, match=r"512 tokens meant from host: \{.*384"):
+    tokens._together(declining, name, 512, Texts())
+    both = r"512 tokens meant from host: \{.*384.*4 of 512 tokens meant from host: \[384"
+    with pytest.raises(CheckError, match=both):
         tokens.finding()
