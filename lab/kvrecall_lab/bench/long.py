@@ -144,7 +144,7 @@ class _Case:
     ) -> Iterator[EngineProcess]:
         """Adds the seconds that its start takes to ``figures``. ``module``: of a connector without
         a pool."""
-        sequence = int(1.07 * self._longest * self._model.token_bytes)  # with digests
+        sequence = int(1.08 * self._longest * self._model.token_bytes)  # with digests
         size = len(self._questions) * sequence + (64 << 20)
         pool: dict[str, Any] = {"host_size": size, "load_or_compute": "load", "load_deadline": 600}
         pool["audit"] = "off"
