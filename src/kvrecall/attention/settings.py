@@ -15,7 +15,7 @@ from kvrecall.errors import ConfigError
 SMALL_SHARE = 0.05
 COARSE_TOKENS = 64
 """Up to SMALL_SHARE of the blocks a digest represents fewer tokens, and a search narrows by coarse
-digests of COARSE_TOKENS keys. For larger shares that saves no time (docs/retrieval-internals.md)."""
+digests of COARSE_TOKENS keys. For more blocks that saves no time (docs/retrieval-internals.md)."""
 
 RETRIEVALKV = "retrievalkv"
 MODES: Mapping[str, Mapping[str, object]] = {
