@@ -189,7 +189,8 @@ class _Case:
             raise KvrecallError("the sequence did not decode off the device")
         attended = did["blocks_attended"] / did["layers_sparse"] / self._model.kv_heads
         loaded = counts["kvrecall_loaded_bytes_total"] / 2**20
-        return {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        found = {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        return found | {"preempted": counts.get("vllm:num_preemptions_total", 0)}
 
 
 _READ = ("sequences_offloaded", "blocks_attended", "layers_sparse")
