@@ -11,7 +11,7 @@ from kvrecall.attention.settings import MODES, Regime, RetrievalSettings
 from kvrecall.errors import ConfigError
 
 
-@pytest.mark.parametrize(("mode", "own"), [("default", (2048, 0.1)), ("retrievalkv", (7192, 0.2))])
+@pytest.mark.parametrize(("mode", "own"), [("default", (2048, 0.05)), ("retrievalkv", (7192, 0.2))])
 def test_defaults(mode: str, own: tuple[int, float]) -> None:
     settings = RetrievalSettings.from_environ({"PATH": "/bin", "VLLM_RETRIEVAL_MODE": mode})
     assert (settings.local_tokens, settings.topk_share) == own

@@ -11,6 +11,8 @@ import pytest
 from support import configs
 from typer.testing import CliRunner
 
+from kvrecall.attention.digest import coded_width
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import ConfigError
 from kvrecall.plan.cli import app
 from kvrecall.plan.model import ModelShape, read_shape
@@ -175,11 +177,13 @@ def test_no_rate_of_prefill_is_assumed(tmp_path: Path) -> None:
     assert planned(model(tmp_path, LLAMA_8B))["break_even"] is None
 
 
-@pytest.mark.parametrize(("hosts", "gib"), [(1, 34), (3, 12)])
+@pytest.mark.parametrize(("hosts", "gib"), [(1, 35), (3, 12)])
 def test_the_host_tier_that_holds_all_sessions_is_the_settings(
     tmp_path: Path, hosts: int, gib: int
 ) -> None:
     """Four sessions of 64k tokens, 8 GiB each, and room for digests of retrieval attention."""
+    digests = RetrievalSettings().layout(128).rows * coded_width(2 * 128) / (128 * 128 * 4)
+    assert hosts * gib >= 32 * (1 + digests)
     words = ("--context", "64k", "--sessions", "4", "--hosts", hosts)
     plan = planned(model(tmp_path, LLAMA_8B), *words)
     assert plan["needed_bytes"] == 32 << 30

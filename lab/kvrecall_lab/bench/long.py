@@ -140,15 +140,16 @@ class LongCase:
                 some = [turn[name] for turn in each]
                 figures |= {f"{name}{key}": _middle([one[key] for one in some]) for key in some[0]}
                 figures |= {f"{name}{key}": value for key, value in _memory(engine).items()}
-                figures[f"{name}ms_of_turns"] = sorted(one["ms"] for one in some)
+                figures[f"{name}ms_of_turns"] = [one["ms"] for one in some]
             figures |= self._read(off)
+            ms = [{name: one["ms"] for name, one in turn.items()} for turn in each]
             if "dense_" in engines:
                 (short,) = engines["dense_"].answers([self._short])
                 rest = 1e3 * short.decode_cpu_s / (len(short.tokens) - 1)
                 figures["attention_share"] = round(1 - rest / figures["dense_ms"], 3)
-                figures["times_dense"] = round(figures["dense_ms"] / figures["ms"], 3)
+                figures["times_dense"] = _middle([one["dense_"] / one[""] for one in ms])
             if "here_" in engines:
-                figures["off_over_on"] = round(figures["ms"] / figures["here_ms"], 3)
+                figures["off_over_on"] = _middle([one[""] / one["here_"] for one in ms])
         return figures
 
     def from_disk(self, blocks: int, retrieval: Mapping[str, str]) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class LongCase:
     ) -> Iterator[EngineProcess]:
         """Adds the seconds that its start takes to ``figures``. ``module``: of a connector without
         a pool."""
-        sequence = int(1.07 * self._longest * self._model.token_bytes)  # with digests
+        sequence = int(1.08 * self._longest * self._model.token_bytes)  # with digests
         size = len(self._questions) * sequence + (64 << 20)
         pool: dict[str, Any] = {"host_size": size, "load_or_compute": "load", "load_deadline": 600}
         pool["audit"] = "off"
@@ -223,6 +224,7 @@ class LongCase:
         loaded = counts["kvrecall_loaded_bytes_total"] / 2**20
         share = 1 - did["blocks_loaded"] / max(1, did["blocks_hit"] + did["blocks_loaded"])
         told = {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        told["preempted"] = counts.get("vllm:num_preemptions_total", 0)
         return {**told, "in_slots": round(share, 4)}
 
 

@@ -13,12 +13,9 @@ from kvrecall.attention.index import EXACT, INDEXES, index_factory
 from kvrecall.errors import ConfigError
 
 SMALL_SHARE = 0.05
-"""Up to this share of the blocks a digest represents fewer tokens."""
-
-NARROW_SHARE = 0.02
 COARSE_TOKENS = 64
-"""Up to NARROW_SHARE of the blocks a search narrows by coarse digests of COARSE_TOKENS keys.
-For larger shares that saves no time (docs/retrieval-internals.md)."""
+"""Up to SMALL_SHARE of the blocks a digest represents fewer tokens, and a search narrows by coarse
+digests of COARSE_TOKENS keys. For more blocks that saves no time (docs/retrieval-internals.md)."""
 
 RETRIEVALKV = "retrievalkv"
 MODES: Mapping[str, Mapping[str, object]] = {
@@ -82,7 +79,7 @@ class RetrievalSettings:
         2048, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
     )
     topk_share: float = _setting(
-        0.1,
+        0.05,
         "TOPK_PERCENT",
         "share of the middle blocks that a step selects",
         "a share in (0, 1]; 0.2 selects a fifth of the middle blocks",
@@ -176,7 +173,7 @@ class RetrievalSettings:
         """The rows of a block of ``block_size`` tokens. ``narrows``: whether a search may narrow;
         where it is two kernels more it may not (docs/retrieval-internals.md)."""
         tokens = self.tokens_a_digest
-        narrows &= self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
+        narrows &= self.topk_share <= SMALL_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
         return Layout(DIGESTS[self.digest], coarse, block_size // tokens)
 

@@ -234,8 +234,8 @@ def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
 
 def host_bytes_for(needed_bytes: int, hosts: int) -> int:
     """The host tier of each of ``hosts`` that holds ``needed_bytes`` together, in whole GiB, with a
-    sixteenth more for the digests of retrieval attention: two int8 vectors for 8 tokens of bf16."""
-    return math.ceil(needed_bytes * 17 / 16 / hosts / (1 << 30)) << 30
+    thirteenth more for digests of retrieval attention: two int8 vectors for 8 and for 64 tokens."""
+    return math.ceil(needed_bytes * 14 / 13 / hosts / (1 << 30)) << 30
 
 
 def settings_of(site: Site, host_bytes: int, several_engines: bool) -> dict[str, object]:

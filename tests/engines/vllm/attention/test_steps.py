@@ -53,7 +53,7 @@ def test_prefill_digests_blocks_as_they_fill() -> None:
     assert len(second.stale) == 42_048 // 128 - 40_000 // 128
 
 
-@pytest.mark.parametrize(("tokens", "sparse"), [(8_000, False), (11_000, False), (40_000, True)])
+@pytest.mark.parametrize(("tokens", "sparse"), [(8_000, False), (10_000, False), (40_000, True)])
 def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None:
     activity = Activity()
     step = planner(RetrievalSettings(dense_boundary=0), activity).plan(
@@ -82,9 +82,9 @@ def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptur
     ("settings", "longest", "said"),
     [
         (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 11904 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 10368 tokens on"),
         (RetrievalSettings(dense_boundary=0), 9_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
-        (RetrievalSettings(dense_boundary=0), 5_000, "than a step selects of them, at least 32;"),
+        (RetrievalSettings(dense_boundary=0), 5_000, "than a step selects of them, at least 16;"),
         (replace(FEW, init_tokens=10**400), 100_000, "lower VLLM_RETRIEVAL_INIT_TOKENS_NUM"),
         (replace(FEW, dense_boundary=9_000), 9_080, "decode sparsely from 9000 tokens on"),
         (replace(FEW, dense_boundary=9_079), 9_080, "decode sparsely from 9079 tokens on"),
