@@ -42,7 +42,9 @@ def test_a_part_holds_if_a_test_passed_and_none_failed(tmp_path: Path) -> None:
     assert not read_report(report).holds
     gone = "<error message='collection failure'>x&#10;E   ImportError: No module y</error>"
     report.write_text(REPORT.format(more=f"{bad}<testcase classname='' name='b'>{gone}</testcase>"))
-    assert read_report(report).broken == ("a::bad: assert 1", "::b: ImportError: No module y")
+    seen = read_report(report, "0.33-server")
+    assert seen.broken == ("a::bad: assert 1", "::b: ImportError: No module y")
+    assert seen.text.splitlines()[1:] == [f"  {each}" for each in seen.broken]
     report.write_text('<testsuites><testsuite time="1"/></testsuites>')
     assert not read_report(report).holds, "nothing ran"
 
@@ -62,6 +64,25 @@ def test_a_newest_release_that_is_refused_is_run_all_the_same(tmp_path: Path) ->
     says = "0.1.dev0+0-77-1"
     assert done.stdout.decode().split() == [says, f"{says}.cpu", says], done.stderr
     assert fit_of(says) is Fit.UNNUMBERED
+
+
+def test_modules_are_borrowed_from_an_environment_that_moves(tmp_path: Path) -> None:
+    """And links to where one was are made anew."""
+    before, now = tmp_path / "before", tmp_path / "now"
+    installed, made = before / "lib/vllm", before / "peers/made/unpacked"
+    (installed / "third_party").mkdir(parents=True)
+    (installed / "_C.abi3.so").write_text("compiled")
+    (made / "vllm").mkdir(parents=True)
+    wheels.borrow(made, before / "peers/vllm-0.77", installed)
+    made.rename(before / "peers/vllm-0.77")
+    before.rename(now)
+    module = now / "peers/vllm-0.77/vllm/_C.abi3.so"
+    assert module.read_text() == "compiled"
+    assert module.with_name("third_party").is_dir()
+    module.unlink()
+    module.symlink_to(installed / "_C.abi3.so")
+    wheels.borrow(now / "peers/vllm-0.77", now / "peers/vllm-0.77", now / "lib/vllm")
+    assert module.read_text() == "compiled"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -234,6 +234,19 @@ def test_a_handover_that_stalls_is_computed_by_the_deadline(pair: Pair) -> None:
     )
 
 
+def test_a_handover_after_its_lease_is_computed(pair: Pair) -> None:
+    """NIXL reads whatever is there by then, and takes it."""
+    text, expired = f"Expired. {TEXT}", "vllm:nixl_num_kv_expired_reqs_total"
+    right, before = alone(pair.decode, text), pair.prefill.metric(expired)
+    asked = prefilled(pair, text)
+    assert until(lambda: writes(pair.prefill) >= 0 and pair.prefill.metric(expired) > before, 300)
+    for number in range(40):  # prompts of 12 blocks, on a device of some hundred
+        alone(pair.prefill, f"Other {number}. {TEXT}")
+    reply = pair.decode.client.post("/v1/completions", json=asked)
+    assert reply.status_code == 200, reply.text
+    assert tokens_of(reply.json()) == right
+
+
 def test_without_the_prefill_instance_the_decode_instance_computes(pair: Pair) -> None:
     text = f"Killed. {TEXT}"
     right = alone(pair.decode, text)

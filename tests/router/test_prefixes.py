@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 
@@ -123,6 +124,19 @@ def test_instances_join_and_leave() -> None:
     assert all_.decode[:2] == (first, joined)
     assert all_.decode[2] is not second
     assert len({one.bit for one in all_.all}) == 3
+
+
+def test_an_instance_that_is_up_is_up_in_another_role() -> None:
+    """And with other publishers: a file that says so of all of them leaves none without one."""
+    all_ = fleet()
+    first, second, third = all_.decode
+    first.serves = first.models = frozenset({"base"})
+    third.healthy = False
+    told = dataclasses.replace(second.address, events=(Publisher("e", 5557, 5558),))
+    all_.consist_of([first.address, third.address], [told, Address("http://new:1")], ())
+    assert [one.healthy for one in all_.all] == [True, False, True, False]
+    assert all_.prefill[0] is not first
+    assert (all_.prefill[0].serves, all_.prefill[0].models) == (first.serves, first.models)
 
 
 def test_equals_take_turns() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -254,6 +255,43 @@ def test_a_client_that_goes_before_its_body_ends(tmp_path: Path) -> None:
         assert alone.complete(prompt="x").status_code == 503
 
 
+def asking(version: str, body: bytes) -> bytes:
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: 127.0.0.1\r\nexpect: 100-continue\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(tmp_path: Path) -> None:
+    """Nor a 100, which it would take for the reply."""
+    said = saying("200 OK", "data: {}\n\n", "text/event-stream")
+    with (
+        in_front_of(tmp_path, [said]) as before,
+        socket.create_connection(("127.0.0.1", before.port)) as client,
+    ):
+        client.sendall(asking("1.0", b'{"stream": true}'))
+        head, _, body = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding" not in head
+    assert body == b"data: {}\n\n"
+
+
+def test_what_a_client_asks_for_at_once_ends_with_it(tmp_path: Path) -> None:
+    """Each of its requests, and not the last one alone. Too many of them leave no traceback."""
+    says: list[bytes | None] = [None]
+    heard: list[bytes] = []
+    with in_front_of(tmp_path, says, heard=heard) as before:
+        with socket.create_connection(("127.0.0.1", before.port)) as client:
+            client.sendall(asking("1.1", b"{}") * 3)
+            assert until(lambda: heard)
+        assert until(lambda: before.inflight() == 0)
+        says[0] = saying("200 OK", "{}")
+        with socket.create_connection(("127.0.0.1", before.port)) as client:
+            client.sendall(asking("1.1", b"{}") * 50)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        assert until(lambda: before.inflight() == 0)
+
+
 def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> None:
     """Each time the router reads it, says so, goes on, and reads the next one."""
     file = tmp_path / "instances"
@@ -460,6 +498,8 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     port = free_port()
     own = f"127.0.0.1:{port}"
     assert "the router's own address" in refused("--engine", own, "--port", str(port))
+    six = ("--engine", f"[2001:db8::1]:{port}", "--host", "2001:db8::1", "--port", str(port))
+    assert f"[2001:db8::1]:{port} is the router's own address" in refused(*six)
     with socket.create_server(("127.0.0.1", port)):
         told = refused("--engine", "127.0.0.1:1", "--port", str(port))
         assert len(told.splitlines()) == 1

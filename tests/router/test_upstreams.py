@@ -121,6 +121,7 @@ def test_http_of_other_ages(tmp_path: Path) -> None:
             raw(REPLY, version="1.0"),
             raw(REPLY, f"content-length: {len(REPLY)}", "connection: keep-alive", version="1.0"),
             raw(chunked, "transfer-encoding: chunked"),
+            raw(REPLY, "transfer-encoding: identity"),
             b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + raw(REPLY),
         ):
             says[0] = said
@@ -129,10 +130,18 @@ def test_http_of_other_ages(tmp_path: Path) -> None:
             assert "link" not in reply.headers
         says[0] = raw(STREAM, version="1.0", stream=True)
         assert before.complete(prompt="x", stream=True).text.endswith("data: [DONE]\n\n")
-        for bad in (raw(b"", "x: " + "y" * (101 << 10)), raw(REPLY[:-1], "content-length: 999")):
+        other = ("connection: upgrade", "upgrade: x")
+        for bad, why in (
+            (raw(b"", "x: " + "y" * (101 << 10)), "b'x' of more than 65536 bytes"),
+            (raw(REPLY[:-1], "content-length: 999"), "it closed the connection before"),
+            (raw(REPLY).replace(b"200 OK", b"600 Odd"), "status 600"),
+            (raw(b"", *other).replace(b"200 OK", b"101 Other"), "it switches protocols"),
+        ):
             assert until(lambda: all(before.up().values()))
             says[0] = bad
-            assert before.complete(prompt="x").status_code == 502
+            reply = before.complete(prompt="x")
+            assert reply.status_code == 502
+            assert why in reply.json()["error"]["message"]
 
 
 def test_when_to_come_again_is_what_the_instance_said(tmp_path: Path) -> None:

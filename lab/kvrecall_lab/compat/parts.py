@@ -70,7 +70,8 @@ class Seen:
 
     @property
     def text(self) -> str:
-        verdict = "ok" if self.holds else "FAILED: " + (", ".join(self.broken) or "no test ran")
+        lines = [] if self.holds else ["FAILED:", *(self.broken or ["no test ran"])]
+        verdict = "\n  ".join(lines or ["ok"])
         return f"{self.name}: {self.passed} tests in {self.seconds:.0f} s: {verdict}"
 
 

@@ -7,6 +7,7 @@ version, which shows the connector and the server, and not 0.33's kernels.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,8 @@ def provide(release: Release, progress: Callable[[str], None]) -> Path | None:
         return None
     folder = Path(sys.prefix) / "peers" / "vllm" / release.package.replace("==", "-")
     if folder.is_dir():
+        if release.borrows:
+            borrow(folder, folder, installed)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
@@ -92,7 +95,7 @@ def provide(release: Release, progress: Callable[[str], None]) -> Path | None:
         _unpack(wheel, place, release.borrows)
         wheel.unlink()
         if release.borrows:
-            _borrow(place, installed)
+            borrow(place, folder, installed)
         if release.also:
             _pip("install", "--no-deps", "--no-compile", "--target", str(place), *release.also)
         number = release.package.partition("==")[2]
@@ -129,11 +132,14 @@ def _unpack(wheel: Path, place: Path, without_compiled: bool) -> None:
                 archive.extract(name, place)
 
 
-def _borrow(place: Path, installed: Path) -> None:
-    """Links the installed version's compiled modules into an unpacked package."""
-    for module in installed.glob(_COMPILED):
-        (place / _PACKAGE / module.name).symlink_to(module)
-    (place / _PACKAGE / _FOREIGN).symlink_to(installed / _FOREIGN)
+def borrow(place: Path, folder: Path, installed: Path) -> None:
+    """Links the installed version's compiled modules, where they are not, into the package in
+    ``place``, which will be ``folder``. Relative: an environment moves, and has several names."""
+    for module in (*installed.glob(_COMPILED), installed / _FOREIGN):
+        link = place / _PACKAGE / module.name
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(module, folder / _PACKAGE))
 
 
 def unnumbered(place: Path, number: str) -> str:

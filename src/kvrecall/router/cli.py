@@ -132,9 +132,10 @@ def route(
             access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
             traces_endpoint=otlp_traces_endpoint,
         )
-        if f"http://{host}:{port}" in [x.url for those in settings.roster.read() for x in those]:
+        own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if f"http://{own}" in [x.url for those in settings.roster.read() for x in those]:
             raise ConfigError(
-                f"--port: {host}:{port} is the router's own address and an instance's; give the "
+                f"--port: {own} is the router's own address and an instance's; give the "
                 "router another port"
             )
         check_reach("--host", host, bool(keys), allow_unauthenticated)

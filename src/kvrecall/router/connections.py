@@ -54,7 +54,9 @@ class Reply:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._stays = False
             if not self._ended:
-                self.fail(BrokenReplyError(str(error) or "it switches protocols"))
+                is_upgrade = isinstance(error, httptools.HttpParserUpgrade)
+                why = "it switches protocols" if is_upgrade else str(error.__context__ or error)
+                self.fail(BrokenReplyError(why))
         if self._ended:
             self._connection.answered(self._stays)
             self._wake()
@@ -72,6 +74,8 @@ class Reply:
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if status > 599:
+            raise ValueError(f"status {status}")
         if status >= 200 and not self._ended:
             self.status = status
             self._wake()
@@ -93,7 +97,11 @@ class Reply:
 
     def lost(self, error: Exception | None) -> None:
         """The connection has ended: so has a body without another end."""
-        names = {name for name, _ in self.headers}
+        names = {
+            name
+            for name, value in self.headers
+            if name != b"transfer-encoding" or value.lower().endswith(b"chunked")
+        }
         if error is None and self.status and not names & {b"content-length", b"transfer-encoding"}:
             self._ended = True
         elif not self._ended:

@@ -179,6 +179,7 @@ class Fleet:
         those that they have are answered."""
         before = {(one.address, one.role): one for one in self.all}
         taken = {one.bit for one in (*self.all, *self.leaving)}
+        up = {one.url: one for one in self.all if one.healthy}
         bits = (1 << place for place in itertools.count() if 1 << place not in taken)
 
         def made(role: Role, addresses: Sequence[Address]) -> tuple[Instance, ...]:
@@ -187,6 +188,9 @@ class Fleet:
 
         self.prefill = made(Role.PREFILL, prefill)
         self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
+        for one in self.all:  # also in another role, or with other publishers
+            if same := up.get(one.url):
+                one.healthy, one.serves, one.models = True, same.serves, same.models
         for gone in before.values():
             gone.leaves = True
             self.prefixes.forget(gone.bit)

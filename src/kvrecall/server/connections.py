@@ -4,6 +4,7 @@ closed after seconds, and so is one whose client does not read, or sends more th
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,6 +15,16 @@ _LONGEST_HEADERS = 64 << 10  # of a request, trailers included
 _HEADER_BYTES = 32  # that a header takes besides its text
 _MOST_QUEUED = 16  # requests of a client that does not wait for replies
 _MOST_WAITING = 1024
+
+
+class _ToTheEnd(int):
+    """What is left of a reply that ends with its connection: any more fits, none need come."""
+
+    def __lt__(self, _: object) -> bool:
+        return False
+
+    def __sub__(self, _: object) -> _ToTheEnd:
+        return self
 
 
 class PromptProtocol(HttpToolsProtocol):
@@ -27,6 +38,10 @@ class PromptProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _untold = 0  # bytes that the parser has taken and may keep, because it told of nothing since
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._unanswered: deque[Any] = deque()  # requests, the oldest first
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.wait(transport)
@@ -37,7 +52,7 @@ class PromptProtocol(HttpToolsProtocol):
         if self._has_request():
             self.wait_no_more()
         if self._header_bytes + self._untold > _LONGEST_HEADERS:
-            self.transport.abort()
+            self._end()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -52,6 +67,15 @@ class PromptProtocol(HttpToolsProtocol):
         if self._header_bytes > _LONGEST_HEADERS:
             self._refuse()
 
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self._unanswered.append(self.cycle)
+            if self.scope["http_version"] == "1.0":  # which knows no chunks, and no 100
+                self.cycle.waiting_for_100_continue = False
+                self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _ToTheEnd()
+
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         if self._has_request():
@@ -59,10 +83,21 @@ class PromptProtocol(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         """Ends the connection; the parser reads no further."""
-        self.transport.abort()
+        self._end()
         raise ValueError("more than is kept of a request")
 
+    def _end(self) -> None:
+        self._tell_all()
+        self.transport.abort()
+
+    def _tell_all(self) -> None:
+        """Ends all requests of the connection, of which uvicorn ends the last one."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         if not self._has_request() and not self.transport.is_closing():
             self.wait(self.transport)
@@ -70,6 +105,7 @@ class PromptProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.wait_no_more()
         self._end_unread()
+        self._tell_all()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:

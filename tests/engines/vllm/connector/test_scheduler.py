@@ -500,6 +500,44 @@ def test_what_a_connector_beside_it_loads_is_not_saved_and_has_a_deadline(pool: 
     assert bench.matched(bench.request("third", 40)) == 32, "it goes on to recall"
 
 
+def test_what_another_held_too_long_without_a_step_is_computed(pool: Pool) -> None:
+    """NIXL's lease of it may have ended, and other blocks be where it was: a reply was wrong."""
+    now = [0.0]
+    bench = Bench(pool, clock=lambda: now[0], load_deadline=600)
+    doomed = compat_scheduler.doomed
+    doomed.clear()
+    told = {"do_remote_prefill": True}
+    asked, queued, brought, runs = (bench.request(f"{n}", 40, told=dict(told)) for n in range(4))
+    for one in (asked, brought, runs):
+        assert bench.matched(one) == 0
+    bench.side.reported(StepReport(), {brought.request_id}, set())
+    bench.step(runs, 40)
+    for now[0] in (5.0, 19.0, 33.0):
+        assert bench.side.late() == []
+    assert not doomed
+    now[0] = 49.0
+    bench.request("new", 40, told=dict(told))
+    assert bench.side.late() == []
+    assert doomed == {asked.request_id, queued.request_id}
+    assert bench.side.counters.counts["handovers_late"] == 2
+    doomed.clear()
+    old = bench.request("old", 40, told=dict(told))
+    bench.end(old, RequestStatus.FINISHED_ABORTED)
+    waited = Request("waited", [1] * 40, old.sampling_params, None, arrival_time=1.0)
+    waited.kv_transfer_params = dict(told)
+    bench.side.admit(waited)
+    prefill = Bench(pool)
+    first = prefill.request("first", 40)
+    prefill.step(first, 40)
+    given = finished(prefill, first)[HANDOVER]
+    ages = {"fresh": given["at"], "held": given["at"] - 60, "odd": "1", "none": None}
+    for name, at in ages.items():
+        bench.request(name, 40, told={**told, HANDOVER: {**given, "at": at}})
+    assert bench.side.late() == []
+    assert doomed == {"waited", "held"}, "they had waited for the engine to take them"
+    doomed.clear()
+
+
 def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
     """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
     and the decode instance finds them though it was told first that they are not there."""

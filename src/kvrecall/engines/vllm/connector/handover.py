@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,8 +86,16 @@ def receipt(namespace: Namespace | None, tokens: int, hinted: str = "") -> dict[
     it has one (``pool_id``). Empty if there are no such tokens."""
     if namespace is None or tokens <= 0:
         return {}
-    promised = {"tokens": tokens, "namespace": namespace.digest.hex()}
+    promised = {"tokens": tokens, "namespace": namespace.digest.hex(), "at": time.time()}
     return {HANDOVER: {**promised, "hinted": hinted} if hinted else promised}
+
+
+def held_since(params: Mapping[str, Any], arrived: float) -> float:
+    """When the prefill instance had computed the prompt, by its receipt, or else when the request
+    ``arrived``. Seconds of the wall clock."""
+    given = params.get(HANDOVER)
+    at = given.get("at") if isinstance(given, Mapping) else None
+    return min(at, arrived) if isinstance(at, float) else arrived
 
 
 def pool_id(arena: ArenaHandle) -> str:

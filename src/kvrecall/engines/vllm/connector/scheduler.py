@@ -19,7 +19,14 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REPORT, UNIT
 from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, keep_boundary
 from kvrecall.engines.vllm.connector.audit import Auditor
-from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
+from kvrecall.engines.vllm.connector.handover import (
+    Handover,
+    Promise,
+    Wait,
+    held_since,
+    pool_id,
+    receipt,
+)
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
 from kvrecall.engines.vllm.connector.load import RISK_SHARE, LoadCostModel, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters, Observers, SchedulerEvents
@@ -48,6 +55,7 @@ MakePlanner = Callable[[StateOf, Trusted], OffloadPlanner]
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
 _DELIVERED = "do_remote_prefill"  # in a request's parameters: by a connector beside this one
+_LEASE_S = 15.0  # between two steps: NIXL renews 30 s at the first step after each 5 s
 _MOST_RETRIES = 2  # of loads that were incomplete, before a request is computed
 _HINTED = 256  # requests of several sequences whose hint was told
 _Answer = tuple[int | None, bool]
@@ -104,6 +112,7 @@ class RecallScheduler:
         self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._has_mixtures = False
         self._delivered: dict[str, float] = {}  # until when connectors beside this one may load
+        self._leased: dict[str, float] = {}  # when a step last renewed what others hold for them
         self._loads: list[LoadOrder] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -394,6 +403,7 @@ class RecallScheduler:
         for state in due:
             request_id = state.request.request_id
             tokens, first = scheduled[request_id], state.request.num_computed_tokens
+            self._leased.pop(request_id, None)
             if self._waiting:
                 self._waiting.pop(request_id, None)
             if not state.settled:
@@ -479,6 +489,7 @@ class RecallScheduler:
         self._saver.made(report.stored, report.failed)
         for request_id in loaded:
             self._delivered.pop(request_id, None)
+            self._leased.pop(request_id, None)
             load = self._loading.pop(request_id, None)
             if load is not None:
                 one, has_failed = self._states.get(request_id), request_id in failed
@@ -496,10 +507,16 @@ class RecallScheduler:
         self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def late(self) -> list[str]:
-        """Requests that a connector beside this one has had ``load_deadline`` to load, once."""
-        if not self._delivered:
+        """Requests that a connector beside this one has had ``load_deadline`` to load, once. What
+        it loads after a time without a step fails: where it was held it may be something else."""
+        if not self._leased and not self._delivered:
             return []
         now = self._clock()
+        for request_id, renewed in self._leased.items():
+            self._leased[request_id] = now
+            if now - renewed > _LEASE_S:
+                fail_loads([request_id])
+                self._events.counted("handovers_late")
         late = [one for one, until in self._delivered.items() if until <= now]
         for request_id in late:
             del self._delivered[request_id]
@@ -564,7 +581,11 @@ class RecallScheduler:
     # ---- life ---------------------------------------------------------------------------
 
     def admit(self, request: Any) -> None:
-        self._state(request)
+        state = self._state(request)
+        params = request.kv_transfer_params or {}
+        if params.get(_DELIVERED):
+            waited_s = max(0.0, time.time() - held_since(params, request.arrival_time))
+            self._leased[state.id] = self._clock() - waited_s
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], states: Sequence[BoundaryState] = ()
@@ -575,6 +596,7 @@ class RecallScheduler:
         self._events.changes()
         self._waiting.pop(request.request_id, None)
         self._delivered.pop(request.request_id, None)
+        self._leased.pop(request.request_id, None)
         self._awake.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
