@@ -223,9 +223,9 @@ class LongCase:
         attended = did["blocks_attended"] / did["layers_sparse"] / self._model.kv_heads
         loaded = counts["kvrecall_loaded_bytes_total"] / 2**20
         share = 1 - did["blocks_loaded"] / max(1, did["blocks_hit"] + did["blocks_loaded"])
-        told = {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
-        told["preempted"] = counts.get("vllm:num_preemptions_total", 0)
-        return {**told, "in_slots": round(share, 4)}
+        own = {"tokens_read": round(BLOCK * attended), "loaded_mib": round(loaded, 2)}
+        own["in_slots"] = round(share, 4)
+        return own | {"preempted": counts.get("vllm:num_preemptions_total", 0)}
 
 
 _READ = ("sequences_offloaded", "blocks_attended", "layers_sparse", "blocks_hit", "blocks_loaded")
