@@ -29,7 +29,7 @@ kvrecall.server.connections""".split()
 """What the other parts import: a package that is missing is seen in the first seconds."""
 
 
-_SHARE = 0.1
+_SHARE = 0.05
 """Of the middle blocks, as by default."""
 
 _BEYOND = 64
