@@ -214,7 +214,7 @@ class World:
         self.table[: len(requests)] = torch.from_numpy(ids[: len(requests)])
         padded = min((size for size in SIZES if size >= len(requests)), default=0)
         may = bool(self.graphs) and max(counts) == 1 and not veto
-        graph = may and not runner._is_hindered(len(requests))
+        graph = may and not runner.is_hindered(len(requests))
         rows = np.arange(len(requests))
         prompts = np.array([one.prompt for one in requests], dtype=np.int32)
         runner.step_blocks[self.builder._layer_names[0]] = runner.BatchBlocks(

@@ -167,7 +167,7 @@ def follow_graphs(vllm_config: Any, user: GraphUser) -> None:
 def _determining(plain: Any) -> Any:
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("force_uniform_decode") is not None
-        if not is_dummy and _is_hindered(kwargs["num_reqs"]):
+        if not is_dummy and is_hindered(kwargs["num_reqs"]):
             kwargs["force_uniform_decode"] = False
         found = plain(self, *args, **kwargs)
         _note_mode(found[0])
@@ -180,7 +180,7 @@ def _dispatching(plain: Any) -> Any:
     def dispatch_cg_and_sync_dp(
         manager: Any, num_reqs: int, num_tokens: int, uniform: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if _is_hindered(num_reqs):
+        if is_hindered(num_reqs):
             uniform = None
             kwargs.update(max_query_len=None, uniform_decode=False)
         found = plain(manager, num_reqs, num_tokens, uniform, *args, **kwargs)
@@ -190,7 +190,7 @@ def _dispatching(plain: Any) -> Any:
     return dispatch_cg_and_sync_dp
 
 
-def _is_hindered(requests: int) -> bool:
+def is_hindered(requests: int) -> bool:
     return any(user.hinders_graph(requests) for user in _graph_users)
 
 
