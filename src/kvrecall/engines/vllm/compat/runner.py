@@ -191,6 +191,7 @@ def _dispatching(plain: Any) -> Any:
 
 
 def is_hindered(requests: int) -> bool:
+    """Whether a step of so many requests may not be one graph."""
     return any(user.hinders_graph(requests) for user in _graph_users)
 
 
