@@ -24,14 +24,7 @@ from kvrecall.bench.service import FOLDER_BLOCK as _BLOCK
 from kvrecall.bench.service import FOLDER_CHAIN as _CHAIN
 from kvrecall.bench.service import key_of, write_folder
 from kvrecall.block import BlockKey
-from kvrecall.config import (
-    DEFAULT_POLICY,
-    Amount,
-    DiskConfig,
-    PoolTerms,
-    TenantRules,
-    TenantTerms,
-)
+from kvrecall.config import DEFAULT_POLICY, Amount, DiskConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool

@@ -16,16 +16,7 @@ from kvrecall.errors import EngineError
 from kvrecall_lab.engines.engine import Answer
 from kvrecall_lab.identity.engines import Life, Lives, Reply
 from kvrecall_lab.identity.pairs import Kv, Pair
-from kvrecall_lab.identity.setups import (
-    BRANCHES,
-    FRESH,
-    KNOWN,
-    PAST,
-    TWIGS,
-    Prompts,
-    Setup,
-    Shelf,
-)
+from kvrecall_lab.identity.setups import BRANCHES, FRESH, KNOWN, PAST, TWIGS, Prompts, Setup, Shelf
 
 LEAST_TOLERANCE = 1e-4
 NOISE_MARGIN = 4.0

@@ -11,7 +11,8 @@ from pathlib import Path
 from kvrecall_lab.reference import commands, declared, markdown, metrics, settings
 
 COMMAND = "python -m kvrecall_lab.reference"
-_BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
+_PART = (f"<!-- begin: written by {COMMAND} -->\n\n", "\n<!-- end -->")
+_SENTENCE = ("<!--lab/results/status.toml-->", "<!--end-->")
 
 _IDENTITY = """# Settings in a namespace
 
@@ -25,24 +26,24 @@ vLLM's own `compute_hash` holds a field that has no effect here.
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page below docs/. ``text`` generates all of it, or with ``is_part`` the part between two
-    marks. ``needs_engine``: its text imports vLLM."""
+    """A page, by its path from docs/. ``text`` generates all of it, or with ``marks`` the part
+    between these two. ``needs_engine``: its text imports vLLM."""
 
     path: str
     text: Callable[[], str]
-    is_part: bool = False
+    marks: tuple[str, str] | None = None
     needs_engine: bool = False
 
     def made(self, before: str) -> str:
         """The regenerated page; ``before``: its current text."""
-        if not self.is_part:
+        if self.marks is None:
             heading, _, rest = self.text().partition("\n")
             return f"{heading}\n\n<!-- Written by {COMMAND}; do not edit. -->\n{rest}"
-        head, begin, rest = before.partition(_BEGIN)
-        _, end, tail = rest.partition(_END)
+        head, begin, rest = before.partition(self.marks[0])
+        _, end, tail = rest.partition(self.marks[1])
         if not begin or not end:
             raise ValueError(f"docs/{self.path} has lost the marks of its generated part")
-        return f"{head}{_BEGIN}\n\n{self.text()}\n{_END}{tail}"
+        return f"{head}{begin}{self.text()}{end}{tail}"
 
     def write(self, docs: Path) -> bool:
         """Regenerates the page. False if it was current."""
@@ -98,9 +99,24 @@ def _status(language: int) -> str:
     return markdown.table(source["titles"][language], texts)
 
 
+def _status_in_brief(language: int) -> str:
+    """README's sentence: rows with ``readme``, by state."""
+    source = tomllib.loads(STATUS.read_text())
+    form, between, after, rest = source["readme"][language]
+    found: dict[str, list[str]] = {}
+    for row in source["row"]:
+        if "readme" in row:
+            found.setdefault(row["state"], []).append(row["readme"][language])
+    states = {state: source["states"][state][language] for state in found}
+    parts = [form.format(states[state], between.join(found[state])) for state in found]
+    return str(after.join([*parts, rest]))
+
+
 PAGES = (
-    Page("status.md", partial(_status, 0), is_part=True),
-    Page("status.zh-CN.md", partial(_status, 1), is_part=True),
+    Page("status.md", partial(_status, 0), _PART),
+    Page("status.zh-CN.md", partial(_status, 1), _PART),
+    Page("../README.md", partial(_status_in_brief, 0), _SENTENCE),
+    Page("../README.zh-CN.md", partial(_status_in_brief, 1), _SENTENCE),
     Page("reference/commands.md", commands.page),
     Page("reference/settings.md", settings.page),
     Page("reference/config-json.md", settings.mindie_page),
@@ -109,6 +125,6 @@ PAGES = (
     Page("reference/headers.md", declared.headers),
     Page("reference/exit-codes.md", declared.exit_codes),
     Page("reference/errors.md", declared.errors),
-    Page("compat.md", _patches, is_part=True),
+    Page("compat.md", _patches, _PART),
     Page("reference/identity.md", _identity, needs_engine=True),
 )

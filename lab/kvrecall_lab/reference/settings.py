@@ -13,15 +13,7 @@ from pydantic.fields import FieldInfo
 
 from kvrecall.attention import PREFIX
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.config import (
-    File,
-    Marks,
-    Owner,
-    Settings,
-    Size,
-    bounds_of,
-    words_of,
-)
+from kvrecall.config import File, Marks, Owner, Settings, Size, bounds_of, words_of
 from kvrecall.pool.remote.mooncake import settings as mooncake
 from kvrecall.pool.remote.objects import ObjectOptions
 from kvrecall.server.mindie.schema import Effect, MindieConfig, Plugins, Section, effect_of

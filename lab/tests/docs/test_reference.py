@@ -42,9 +42,10 @@ def texts() -> Iterator[tuple[str, str]]:
 def test_a_generated_page_is_as_the_code_says(page: Page, tmp_path: Path) -> None:
     if page.needs_engine:
         pytest.importorskip("vllm")
-    (tmp_path / page.path).parent.mkdir(exist_ok=True)
-    shutil.copy(DOCS / page.path, tmp_path / page.path)
-    assert not page.write(tmp_path), f"docs/{page.path} is behind; run `{COMMAND}`"
+    docs = tmp_path / "docs"
+    (docs / page.path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DOCS / page.path, docs / page.path)
+    assert not page.write(docs), f"docs/{page.path} is behind; run `{COMMAND}`"
 
 
 def test_every_page_of_the_reference_is_generated_or_the_list_of_them() -> None:
