@@ -721,6 +721,7 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
+            self._changed.notify_all()
         until = self._monotonic() + deadline_s
         self._write_rest(until)
         self._below.close(max(1.0, until - self._monotonic()))

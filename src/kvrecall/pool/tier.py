@@ -218,22 +218,22 @@ class Tier(ABC):
         """Finishes queued puts as far as ``deadline_s`` allows; ends all others. Idempotent."""
 
 
-def ended(done: queue.Queue[Done], timeout_s: float) -> list[Done]:
-    """The entries that a tier's threads have put into ``done``, as ``Tier.poll`` returns them.
+def ended(done: queue.Queue[Done | None], timeout_s: float) -> list[Done]:
+    """The ``Done`` that a tier's threads have put into ``done``; None only ends the wait.
 
     Not a SimpleQueue: if another thread takes the entry that woke it up just at its timeout,
     CPython's (3.11) waits forever.
     """
-    taken: list[Done] = []
+    taken: list[Done | None] = []
     if timeout_s <= 0 and not done.queue:  # without its lock: what comes now is for the next call
-        return taken
+        return []
     try:
         if timeout_s > 0:
             taken.append(done.get(timeout=timeout_s))
         while True:
             taken.append(done.get_nowait())
     except queue.Empty:
-        return taken
+        return [one for one in taken if one is not None]
 
 
 class NullTier(Tier):

@@ -77,7 +77,7 @@ class DiskTier(Tier):
         self._codec = engine.codec
         self._counters = engine.counters
         self._is_compressed = engine.index.has("compressed")
-        self._done: queue.Queue[Done] = queue.Queue()
+        self._done: queue.Queue[Done | None] = queue.Queue()
         self._closed = False
         self._sizes = {space.digest: nbytes for space, nbytes in engine.namespaces}
         self._flusher = Flusher(engine, self._done.put)
@@ -177,6 +177,7 @@ class DiskTier(Tier):
             return
         self._closed = True
         flushed = self._flusher.close(deadline_s)
+        self._done.put(None)
         self._reads_end = True
         for _ in self._readers:
             self._reads.put(None)

@@ -108,7 +108,7 @@ class RemoteTier(Tier):
         self._lookups = Histogram()
         self._monotonic = monotonic
         self._breaker = CircuitBreaker(monotonic)
-        self._done: queue.Queue[Done] = queue.Queue()
+        self._done: queue.Queue[Done | None] = queue.Queue()
         self._opening = threading.Lock()  # held while a put is prepared for an idle store
         self._lock = threading.Lock()  # guards everything below
         self._existence = ExistenceCache(monotonic)
