@@ -3,9 +3,11 @@ files for two workers."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import zlib
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("kvrecall")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports make no garbage, and collections pass by what they made."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test's random tensors are the same in every run, whatever its process ran before."""
@@ -47,15 +59,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 LONGEST = """server/test_serve pool/remote/test_mooncake router/test_engines
-engines/vllm/attention/test_offload engines/vllm/identity/test_variants
-engines/vllm/attention/test_engine test_cli pool/eviction/test_eviction simulate/test_replay
-engines/vllm/connector/test_groups engines/vllm/attention/test_reference_mode
-engines/vllm/connector/test_recall engines/vllm/connector/test_finer doctor/test_doctor
-engines/vllm/connector/test_events simulate/test_fleet simulate/test_groups pool/test_hints
-server/test_serve_config engines/vllm/connector/test_audit engines/vllm/attention/test_kernels
-gpu_check/test_gpu_check attention/kernels/test_search engines/sglang/test_storage
-distribution/test_wheel engines/vllm/attention/test_pgvector pool/remote/test_objects
-pool/disk/test_crash pool/test_pool_machine""".split()
+engines/vllm/attention/test_offload engines/vllm/attention/test_engine test_cli
+simulate/test_replay pool/eviction/test_eviction engines/vllm/connector/test_groups
+engines/vllm/attention/test_reference_mode engines/vllm/connector/test_recall
+engines/vllm/connector/test_finer doctor/test_doctor engines/vllm/connector/test_events
+simulate/test_groups pool/test_hints server/test_serve_config engines/vllm/connector/test_audit
+gpu_check/test_gpu_check simulate/test_fleet attention/kernels/test_search
+engines/sglang/test_storage distribution/test_wheel engines/vllm/attention/test_pgvector
+pool/remote/test_objects pool/disk/test_crash pool/test_pool_machine
+engines/vllm/identity/test_variants engines/vllm/attention/test_kernels""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 

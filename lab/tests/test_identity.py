@@ -19,10 +19,7 @@ from kvrecall_lab.identity.pairs import EQUAL, OTHER, PAIRS, Kv
 from kvrecall_lab.identity.setups import BLOCK, KNOWN, Prompts
 from kvrecall_lab.identity.trial import Reference, Verdict, _judge, _unfairness
 from kvrecall_lab.models import write_model
-from kvrecall_lab.models.variants import (
-    write_changed,
-    write_over,
-)
+from kvrecall_lab.models.variants import write_changed, write_over
 
 TINY = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
 

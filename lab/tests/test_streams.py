@@ -28,9 +28,7 @@ from kvrecall_lab.streams.run import ALL, check
 SCHEDULES = dict(zip(ALL, (40, 16, 12), strict=True))
 
 
-def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
-    tmp_path: Path,
-) -> None:
+def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(tmp_path: Path) -> None:
     """`make streams` runs thousands, and there all mutants must be caught."""
     model = write_model(tmp_path / "model", weights=False)
     found = check(model, 0, SCHEDULES, quick=True)
@@ -82,11 +80,7 @@ def test_the_engine_learns_the_rates_of_its_device(tmp_path: Path, overlapping: 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("aborted", [False, True], ids=["finishes", "aborted"])
 def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overlapping: bool,
-    ranks: int,
-    aborted: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlapping: bool, ranks: int, aborted: bool
 ) -> None:
     """And when it ends after all, it writes blocks that no request has."""
     reschedule_lost(StepReport)

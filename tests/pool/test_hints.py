@@ -12,15 +12,7 @@ from kvrecall.block import BlockKey, Tenant
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
 from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import HintPins, WarmUp
-from kvrecall.pool.hints import (
-    KINDS,
-    NOT_AGAIN,
-    RETURNS,
-    Advice,
-    Hint,
-    HintRecord,
-    hint_of,
-)
+from kvrecall.pool.hints import KINDS, NOT_AGAIN, RETURNS, Advice, Hint, HintRecord, hint_of
 from kvrecall.simulate.replay import clairvoyant_hits
 from kvrecall.simulate.trace import BLOCK_TOKENS, trace_of
 from kvrecall.testing.policy_contract import anything, keys_of

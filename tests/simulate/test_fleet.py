@@ -35,7 +35,7 @@ def test_a_partial_block_at_the_end_is_no_part_of_what_goes_on() -> None:
 @pytest.mark.parametrize("routing", ["sticky", "spread"])
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_one_host_is_the_plain_replay(routing: Any, policy: str) -> None:
-    trace = make_workload("chat-pareto", hours=0.4)
+    trace = make_workload("chat-pareto", hours=0.1)
     tiers = [TierSpec("host", 300), TierSpec("disk", 900)]
     alone = replay(trace, tiers, policy)
     found = replay_fleet(trace, 1, tiers, None, routing, policy)

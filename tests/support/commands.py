@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 _PROGRAM = """
-import ctypes, importlib, json, os, signal, sys, tempfile
+import ctypes, gc, importlib, json, os, signal, sys, tempfile
 from kvrecall import cli
 
 for module in sys.argv[1:]:
@@ -38,6 +38,7 @@ def run(words, folder):
         sys.stdout.flush()
         sys.stderr.flush()
 
+gc.freeze()  # the end of a child would copy the memory of all that is imported
 for line in sys.stdin:
     words, folder = json.loads(line)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -43,11 +43,11 @@ class TaughtPolicy(KeyedPolicy):
 
     def __init__(self, capacity_blocks: int, remember: int | None = None) -> None:
         super().__init__(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
-        for number in range(1000):
+        for number in range(200):
             chain = keys_of(f"teacher {number % 2}", 3)
-            self.access(chain, float(number))
+            self.access(chain, 5.0 * number)
             for key in chain:  # known even without memory
-                self.insert(key, None, float(number))
+                self.insert(key, None, 5.0 * number)
         for key in keys_of("teacher 0", 3) + keys_of("teacher 1", 3):
             self.remove(key)
         assert self.chance(BlockKey(b"new"), 1000.0) is not None

@@ -278,7 +278,7 @@ def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> N
     fresh = chain(NAMESPACE, 50, "fresh")
     save(pool, fresh, flush=False)
     assert recall(pool, fresh) == ("host",) * 50
-    pool.close()  # ends although the master still hangs
+    pool.close(1.0)  # ends although the master still hangs
     lone.thaw()
 
 

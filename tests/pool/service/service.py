@@ -16,7 +16,7 @@ from kvrecall.processes.command import as_child
 
 MIB = 1 << 20
 TEMPLATE = """
-import json, os, resource, sys
+import gc, json, os, resource, sys
 from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool.service.endpoint import serve
@@ -42,6 +42,7 @@ def run(folder, host_bytes, max_files, events, read_only):
         publish if events else None,
     )
 
+gc.freeze()
 children = set()
 for line in sys.stdin:
     order, *words = json.loads(line)

@@ -72,8 +72,5 @@ class ServiceMachine(PoolMachine):
 
 TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(
-    max_examples=6,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=6, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
