@@ -29,7 +29,11 @@ MODES: Mapping[str, Mapping[str, object]] = {
     },
 }
 """Settings that a mode fixes; ``retrievalkv`` is as openGauss's document describes it."""
-_DOCUMENT: Mapping[str, float] = {"init_tokens": 1024, "local_tokens": 7192, "topk_share": 0.2}  # its defaults
+_DOCUMENT: Mapping[str, float] = {
+    "init_tokens": 1024,
+    "local_tokens": 7192,
+    "topk_share": 0.2,
+}  # its defaults
 
 
 class Regime(Enum):
