@@ -11,12 +11,13 @@ from kvrecall.attention.settings import MODES, Regime, RetrievalSettings
 from kvrecall.errors import ConfigError
 
 
-@pytest.mark.parametrize(("mode", "own"), [("default", (2048, 0.05)), ("retrievalkv", (7192, 0.2))])
-def test_defaults(mode: str, own: tuple[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "own"), [("default", (128, 1024, 0.05)), ("retrievalkv", (1024, 7192, 0.2))]
+)
+def test_defaults(mode: str, own: tuple[int, int, float]) -> None:
     settings = RetrievalSettings.from_environ({"PATH": "/bin", "VLLM_RETRIEVAL_MODE": mode})
-    assert (settings.local_tokens, settings.topk_share) == own
-    lengths = settings.init_tokens, settings.dense_boundary, settings.offload_boundary
-    assert lengths == (1024, 32768, 65536)
+    assert (settings.init_tokens, settings.local_tokens, settings.topk_share) == own
+    assert (settings.dense_boundary, settings.offload_boundary) == (32768, 65536)
     assert mode != "default" or settings == RetrievalSettings()
 
 

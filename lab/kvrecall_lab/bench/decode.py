@@ -46,7 +46,7 @@ def measure_decode(
     ] = "0.1",
     digest: Annotated[str, typer.Option(help="bounds or mean.")] = "bounds",
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
-    local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 2048,
+    local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 1024,
     rounds: Times = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
     **settings: Any,

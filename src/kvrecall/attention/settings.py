@@ -29,6 +29,11 @@ MODES: Mapping[str, Mapping[str, object]] = {
     },
 }
 """Settings that a mode fixes; ``retrievalkv`` is as openGauss's document describes it."""
+_DOCUMENT: Mapping[str, float] = {
+    "init_tokens": 1024,
+    "local_tokens": 7192,
+    "topk_share": 0.2,
+}  # its defaults
 
 
 class Regime(Enum):
@@ -73,10 +78,10 @@ class RetrievalSettings:
     tokens. The first five are openGauss RetrievalKV's, whose defaults ``_in_mode`` has."""
 
     init_tokens: int = _count(
-        1024, "INIT_TOKENS_NUM", "first tokens of a sequence, to which every step attends"
+        128, "INIT_TOKENS_NUM", "first tokens of a sequence, to which every step attends"
     )
     local_tokens: int = _count(
-        2048, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
+        1024, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
     )
     topk_share: float = _setting(
         0.05,
@@ -137,7 +142,7 @@ class RetrievalSettings:
         "MODE",
         f"{RETRIEVALKV}: as openGauss's document describes it. One mean key per block, every "
         "layer by retrieval, no gate, boundaries compared with the length of the prompt; of the "
-        "other settings the first five (defaults 7192, 0.2), CACHE_PERCENT and INDEX",
+        "other settings the first five (defaults 1024, 7192, 0.2), CACHE_PERCENT and INDEX",
     )
 
     def __post_init__(self) -> None:
@@ -201,7 +206,7 @@ class RetrievalSettings:
             _require(
                 free, name, given.get(own), f"left out with {PREFIX}MODE={mode}, which fixes it"
             )
-        document = {"local_tokens": 7192, "topk_share": 0.2} if mode == RETRIEVALKV else {}
+        document = _DOCUMENT if mode == RETRIEVALKV else {}
         return cls(**_ungated({**fixed, **document, **given}))
 
     def regime(self, tokens: int, prompt_tokens: int) -> Regime:

@@ -487,7 +487,9 @@ def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
     compiled = _compiled.get(key)
     if compiled is not None:
         kernel, constants = compiled
-        kernel[(*grid, 1, 1)[:3]](*args, *constants)
+        # of a tensor Triton asks the driver whether it lies on the device, of an address nothing
+        known = (one.data_ptr() if isinstance(one, torch.Tensor) else one for one in args)
+        kernel[(*grid, 1, 1)[:3]](*known, *constants)
         return
     try:
         from kvrecall.attention.kernels import triton_kernels

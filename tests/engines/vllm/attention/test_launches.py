@@ -174,7 +174,7 @@ def test_the_device_is_measured(graphs: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_boundary_that_is_set_wins_over_the_gate() -> None:
-    tokens = 14_000
+    tokens = 11_500
     for raw, gated in (
         ({}, True),
         ({"DENSE_BOUNDARY": "10000"}, False),
@@ -211,6 +211,16 @@ def test_only_launches_of_one_compiled_kernel_are_alike() -> None:
         alike += key in seen
         assert seen.setdefault(key, (told, sizes, key[0])) == (told, sizes, key[0])
     assert alike > 1000
+
+
+def test_a_compiled_kernel_is_given_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    compiled = {(1, 1, 1): lambda *given: said.extend(given)}
+    words = torch.zeros(2, 1, dtype=torch.int64)
+    monkeypatch.setattr(kernels, "alike_of", lambda *_: "known")
+    monkeypatch.setattr(kernels, "_compiled", {"known": (compiled, (7,))})
+    kernels.move(words, kernels.Piece(1, 64, 64))
+    assert said == [words[0].data_ptr(), words[1].data_ptr(), 16, 16, 7]
 
 
 class Forked(meta.MetaDevice):

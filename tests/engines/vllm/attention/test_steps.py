@@ -47,13 +47,13 @@ def test_prefill_digests_blocks_as_they_fill() -> None:
     first = planned.plan([BatchRow(2048, 40_000, True)], table(1))
     assert first is not None
     assert not first.sequences
-    assert len(first.stale) == 40_000 // 128 - 8
+    assert len(first.stale) == 40_000 // 128 - 1
     second = planned.plan([BatchRow(2048, 42_048, True)], table(1))
     assert second is not None
     assert len(second.stale) == 42_048 // 128 - 40_000 // 128
 
 
-@pytest.mark.parametrize(("tokens", "sparse"), [(8_000, False), (10_000, False), (40_000, True)])
+@pytest.mark.parametrize(("tokens", "sparse"), [(6_000, False), (8_400, False), (40_000, True)])
 def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None:
     activity = Activity()
     step = planner(RetrievalSettings(dense_boundary=0), activity).plan(
@@ -71,7 +71,7 @@ def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptur
     planned.plan([BatchRow(1, 50, False), BatchRow(8, 8_000, True)], table(1, 2))
     assert not caplog.records
     for _ in range(2):
-        planned.plan([BatchRow(1, 9_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+        planned.plan([BatchRow(1, 8_000, False), BatchRow(1, 7_000, False)], table(1, 2))
     (said,) = (record.getMessage() for record in caplog.records)
     assert "all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=100 that decode now (2) are" in said
     planner(replace(settings, gate=False), Activity()).plan([BatchRow(1, 999, False)], table(1))
@@ -82,9 +82,9 @@ def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptur
     ("settings", "longest", "said"),
     [
         (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 10368 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 9_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
-        (RetrievalSettings(dense_boundary=0), 5_000, "than a step selects of them, at least 16;"),
+        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 8448 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 8_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(dense_boundary=0), 3_000, "than a step selects of them, at least 16;"),
         (replace(FEW, init_tokens=10**400), 100_000, "lower VLLM_RETRIEVAL_INIT_TOKENS_NUM"),
         (replace(FEW, dense_boundary=9_000), 9_080, "decode sparsely from 9000 tokens on"),
         (replace(FEW, dense_boundary=9_079), 9_080, "decode sparsely from 9079 tokens on"),
@@ -131,15 +131,26 @@ def test_freshness() -> None:
     assert fresh.take_stale(ids).tolist() == [3, 900]
 
 
-@pytest.mark.parametrize("evenly", [True, False])
-def test_keys_are_read_back_from_any_reordering(evenly: bool) -> None:
+INDEX = torch.arange(32 * 8)
+
+
+@pytest.mark.parametrize(
+    ("order", "evenly"),
+    [
+        (INDEX, True),
+        (INDEX.view(32, 8).T.flatten(), True),
+        (INDEX.view(2, 16, 4, 2).transpose(1, 2).flatten(), True),  # AMX
+        (INDEX.flip(0), False),
+    ],
+)
+def test_keys_are_read_back_from_any_reordering(order: torch.Tensor, evenly: bool) -> None:
     torch.manual_seed(1)
-    order = torch.arange(32 * 8).view(32, 8).T.flatten() if evenly else torch.randperm(32 * 8)
     reader = KeyReader(32, 8, torch.bfloat16, lambda ones: ones.flatten()[order])
     keys = torch.randn(4, 3, 32, 8).to(torch.bfloat16)
     cache = torch.cat([keys.flatten(2)[..., order], torch.zeros(4, 3, 32 * 8)], -1)
     got = reader.read(cache.to(torch.bfloat16).view(4, 3, 32, 16), torch.tensor([2, 0]))
     assert torch.equal(got, keys[[2, 0]])
+    assert (reader._tiles is not None) is evenly
 
 
 def test_packing_that_loses_elements_is_refused() -> None:

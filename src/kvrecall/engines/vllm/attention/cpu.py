@@ -44,6 +44,9 @@ _STORED = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp
 _AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Ints = tuple[int, ...]
 Pack = Callable[[torch.Tensor], torch.Tensor]
 """Packs one block of one head: ``[tokens, dim]`` -> the elements of its half, flat."""
 
@@ -250,8 +253,8 @@ class KeyReader:
         index = torch.arange(count)
         element_at = torch.zeros(count, dtype=torch.int64)
         for bit in range((count - 1).bit_length()):
-            ones = (index >> bit & 1).to(dtype).view(self._shape)
-            element_at |= (pack(ones) != 0).to(torch.int64) << bit
+            packed = pack((index >> bit & 1).to(dtype).view(self._shape))
+            element_at |= (packed != 0).to(torch.int64) << bit
         if not torch.equal(element_at.sort().values, index):
             raise EngineError(
                 f"the CPU kernel's packing of {block_size} keys of {head_dim} cannot be read back, "
@@ -259,21 +262,37 @@ class KeyReader:
             )
         self._places = torch.empty_like(element_at)
         self._places[element_at] = index
-        places = self._places.view(self._shape)
-        token = int(places[1, 0] - places[0, 0]) if block_size > 1 else 1
-        coordinate = int(places[0, 1] - places[0, 0])
-        even = torch.arange(block_size)[:, None] * token + torch.arange(head_dim) * coordinate
-        # From token to token and from coordinate to coordinate, if even: then keys are a view.
-        self._steps = (token, coordinate) if torch.equal(places, even) else None
+        self._tiles = self._tiled(self._places.view(self._shape), packed.element_size())
+
+    def _tiled(self, places: torch.Tensor, size: int) -> tuple[torch.dtype, Ints, Ints] | None:
+        """The packing as tiles of tokens, whose coordinates lie side by side in words, where it is
+        as even: the type of a word; tiles, tokens in each, words of a token; the steps of these in
+        words. ``size``: of an element, in bytes."""
+        row, column = places[0].diff(), places[:, 0].diff()
+        most = [many for many in (8, 4, 2) if many * size <= 8 and self._shape[1] % many == 0]
+        side = next((many for many in most if bool((row[: many - 1] == 1).all())), 1)
+        tile = int((column != column[:1]).nonzero().flatten()[:1].sum()) + 1
+        tile = tile if tile > 1 and self._shape[0] % tile == 0 else self._shape[0]
+        tiled = places.view(-1, tile, self._shape[1] // side, side)
+        steps, even = [], torch.arange(side)
+        for axis, many in enumerate(tiled.shape[:3]):
+            steps.append(int(tiled.select(axis, min(1, many - 1)).flatten()[0]))
+            even = even + torch.arange(many).view(-1, *[1] * (3 - axis)) * steps[-1]
+        if not torch.equal(tiled, even) or any(step % side for step in steps):
+            return None
+        return _WORDS[size * side], tiled.shape[:3], tuple(step // side for step in steps)
 
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Keys of the blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
-        count = len(self._places)
-        packed = kv_cache.flatten(2)[..., :count].index_select(0, block_ids)
+        packed = kv_cache.flatten(2)[..., : len(self._places)].index_select(0, block_ids)
         shape = (*packed.shape[:2], *self._shape)
-        if self._steps is not None:
-            return packed.as_strided(shape, (packed.shape[1] * count, count, *self._steps))
-        return packed.index_select(-1, self._places).view(shape)
+        if self._tiles is None:
+            return packed.index_select(-1, self._places).view(shape)
+        word, sizes, steps = self._tiles
+        words = packed.view(word)  # as one element, what lies side by side is copied in an eighth
+        found = words.as_strided((*shape[:2], *sizes), (*words.stride()[:2], *steps))
+        found = found if sizes[0] == 1 and word.itemsize == packed.itemsize else found.contiguous()
+        return found.flatten(2, 3).view(packed.dtype)
 
 
 def attend_in_place(
