@@ -77,7 +77,7 @@ def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> No
     all_.computed(third, prompt(TEXT))
     assert all_.prefixes.held(prompt(TEXT)) == {
         second.bit: 4,
-        third.bit: len(TEXT) // CHUNK_BYTES,
+        third.bit: len(prompt(TEXT).prefixes),
     }
     assert all_.best_for_decode(prompt(TEXT)) == [third, second, first, all_.prefill[0]]
     third.inflight = 2

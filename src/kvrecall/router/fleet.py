@@ -263,14 +263,15 @@ class Fleet:
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
+        if not healthy:
+            return []
         held = self.prefixes.held(prompt)
         costs = [
             self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
             for one in healthy
         ]
-        bound = min((i.inflight for i in healthy), default=0) + self._imbalance
-
-        head = prompt.prefixes[0] if prompt is not None and prompt.prefixes else None
+        bound = min(one.inflight for one in healthy) + self._imbalance
+        head = bytes(prompt.prefixes[0]) if prompt is not None and prompt.prefixes else None
 
         def rank(place: int) -> tuple[bool, float, int, int]:
             one = healthy[place]
