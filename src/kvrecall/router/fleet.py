@@ -229,7 +229,8 @@ class Fleet:
     @property
     def rules(self) -> set[HashRule]:
         """How the healthy instances hash blocks, as far as that is known."""
-        return {one.rule for one in self.all if one.healthy and one.rule}
+        known = self.all if self._subscriptions.of else ()  # where none publishes, none is asked
+        return {one.rule for one in known if one.healthy and one.rule}
 
     @property
     def models(self) -> frozenset[str]:
