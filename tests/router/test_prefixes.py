@@ -191,6 +191,7 @@ def test_an_instance_that_may_be_about_to_be_down_is_asked_last() -> None:
 def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
     prefixes = PrefixMap(remembered=10)
     long = prompt(TEXT)
+    assert prefixes.held(long) == {}
     prefixes.note(long, 1)
     assert len(prefixes) == 10
     assert prefixes.held(long) == {1: 10}
