@@ -77,7 +77,7 @@ def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> No
     all_.computed(third, prompt(TEXT))
     assert all_.prefixes.held(prompt(TEXT)) == {
         second.bit: 4,
-        third.bit: len(TEXT) // CHUNK_BYTES,
+        third.bit: len(prompt(TEXT).prefixes),
     }
     assert all_.best_for_decode(prompt(TEXT)) == [third, second, first, all_.prefill[0]]
     third.inflight = 2
@@ -191,6 +191,7 @@ def test_an_instance_that_may_be_about_to_be_down_is_asked_last() -> None:
 def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
     prefixes = PrefixMap(remembered=10)
     long = prompt(TEXT)
+    assert prefixes.held(long) == {}
     prefixes.note(long, 1)
     assert len(prefixes) == 10
     assert prefixes.held(long) == {1: 10}

@@ -194,7 +194,7 @@ from kvrecall.router.addresses import Roster
 from kvrecall.router.router import RouterSettings
 from kvrecall.traces import check_endpoint
 given = {"--engine": (), "--prefill": (), "--decode": ["http://127.0.0.1:1"]}
-application(RouterSettings(Roster(given, None), 0, 0, 0, 1, 1.0, None))
+application(RouterSettings(Roster(given, None), 0, 0, 0, 1, 1.0))
 print(any(name.startswith("opentelemetry") for name in sys.modules))
 sys.modules["opentelemetry"] = None
 check_endpoint("http://127.0.0.1:4317")

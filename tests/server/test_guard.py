@@ -8,6 +8,11 @@ import base64
 import contextlib
 import dataclasses
 import json
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,9 +25,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvrecall.engines.base import Listener, ServeSpec
 from kvrecall.errors import ConfigError
+from kvrecall.processes.ports import free_port
 from kvrecall.server import guard
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan, Plane
+from kvrecall.testing import wait_until
 from server.fake import FakeEngine
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), allowed_hosts=("Gpu-7",))
@@ -412,3 +419,45 @@ def test_websockets_are_guarded() -> None:
     assert refused.value.code == 1008
     with client.websocket_connect("/v1/realtime", headers=KEY):
         """Is let in."""
+
+
+_SERVER = """
+import sys, uvicorn
+from kvrecall.server import connections
+connections._SILENCE_S = connections._KEPT_S = 2.0
+async def app(scope, receive, send):
+    await receive()
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+uvicorn.run(app, port=int(sys.argv[1]), loop=sys.argv[2], lifespan="off", ws="none",
+            timeout_keep_alive=0, log_level="critical", http=connections.PromptProtocol)
+"""
+ASKED = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_what_came_while_the_server_stood_still_is_read(loop: str) -> None:
+    """Its timers are due by then: those of uvicorn, too, which ends a kept connection at once."""
+    port = free_port()
+
+    def connected() -> bool:
+        with contextlib.suppress(ConnectionError):
+            links.append(socket.create_connection(("127.0.0.1", port), 30))
+        return bool(links)
+
+    links: list[socket.socket] = []
+    with subprocess.Popen([sys.executable, "-c", _SERVER, str(port), loop]) as server:
+        try:
+            wait_until(connected)
+            connected()
+            links[1].sendall(ASKED)  # the other has been accepted before, and has no request
+            assert links[1].recv(99).startswith(b"HTTP/1.1 204")
+            time.sleep(0.5)  # it waits for events then
+            server.send_signal(signal.SIGSTOP)
+            for link in links:
+                link.sendall(ASKED)
+            time.sleep(2.5)
+            server.send_signal(signal.SIGCONT)
+            assert [link.recv(12) for link in links] == [b"HTTP/1.1 204"] * 2
+        finally:
+            server.kill()

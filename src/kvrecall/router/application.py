@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrecall.router.bodies import Body, aside
 from kvrecall.router.fleet import Fleet
@@ -45,7 +45,7 @@ PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user
 """Request headers that the router forwards to its instances."""
 
 
-def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Starlette:
+def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGIApp:
     """The router as an ASGI application. ``fleet_of``: how it chooses among its instances."""
     router = Router(settings, fleet_of)
     fleet, metrics = router.fleet, router.metrics
@@ -134,23 +134,32 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Star
         return refuse(error.status_code, f"{why} {known}")
 
     others = {"/v1/models": models, "/health": health, "/metrics": page}
-    guard = Middleware(
-        Guard,
+    passed = frozenset((*_BY_PREFIX, *_ANYWHERE))
+    rest = Starlette(
+        routes=[
+            *(Route(path, complete, methods=["POST"]) for path in passed),
+            *(Route(path, endpoint) for path, endpoint in others.items()),
+        ],
+        exception_handlers={HTTPException: unknown},
+        lifespan=lambda _: router.running(),
+    )
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        """What is passed on goes without Starlette's layers, which cost as much as the guard."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in passed:
+            reply = await complete(Request(scope, receive))
+            await reply(scope, receive, send)
+        else:
+            await rest(scope, receive, send)
+
+    return Guard(
+        dispatch,
         access=settings.access,
         refuse=refuse,
         max_body_bytes=_MAX_BODY_BYTES,
         max_requests=settings.max_requests,
         limit_name="--max-requests",
         counts_values=False,
-    )
-    return Starlette(
-        routes=[
-            *(Route(path, complete, methods=["POST"]) for path in (*_BY_PREFIX, *_ANYWHERE)),
-            *(Route(path, endpoint) for path, endpoint in others.items()),
-        ],
-        middleware=[guard],
-        exception_handlers={HTTPException: unknown},
-        lifespan=lambda _: router.running(),
     )
 
 

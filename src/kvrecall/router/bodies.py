@@ -89,6 +89,8 @@ class Body:
     def raw(self, name: str) -> memoryview:
         """The JSON of a field; empty if it is absent or null."""
         value = self.fields.get(name)
+        if value is None:
+            return memoryview(b"")
         found = memoryview(value if isinstance(value, Raw) else msgspec.json.encode(value))
         return found if begin_of(found, 4) != b"null" else found[:0]
 

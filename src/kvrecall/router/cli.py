@@ -163,6 +163,7 @@ def _run(settings: RouterSettings, host: str, port: int) -> None:
         port=port,
         http=PromptProtocol,
         ws="none",
+        proxy_headers=False,  # the guard reads them itself
         access_log=False,
         log_level="info",
         log_config=None,

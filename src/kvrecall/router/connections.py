@@ -39,7 +39,7 @@ class Reply:
         self._chunks: deque[bytes] = deque()
         self._bytes = 0  # not taken
         self._head = 0  # bytes of the head
-        self._ended = False
+        self.ended = False
         self._stays = False  # the connection, for the next request
         self._error: Exception | None = None
         self._waits: asyncio.Future[None] | None = None
@@ -53,11 +53,11 @@ class Reply:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._stays = False
-            if not self._ended:
+            if not self.ended:
                 is_upgrade = isinstance(error, httptools.HttpParserUpgrade)
                 why = "it switches protocols" if is_upgrade else str(error.__context__ or error)
                 self.fail(BrokenReplyError(why))
-        if self._ended:
+        if self.ended:
             self._connection.answered(self._stays)
             self._wake()
         if not self.status and self._head > _LONGEST_HEAD:
@@ -76,12 +76,12 @@ class Reply:
         status = self._parser.get_status_code()
         if status > 599:
             raise ValueError(f"status {status}")
-        if status >= 200 and not self._ended:
+        if status >= 200 and not self.ended:
             self.status = status
             self._wake()
 
     def on_body(self, data: bytes) -> None:
-        if self._ended:
+        if self.ended:
             return
         self._chunks.append(data)
         self._bytes += len(data)
@@ -92,8 +92,8 @@ class Reply:
     def on_message_complete(self) -> None:
         if not self.status:  # 100 or 103, and another head follows
             self.headers.clear()
-        elif not self._ended:
-            self._ended, self._stays = True, self._parser.should_keep_alive()
+        elif not self.ended:
+            self.ended, self._stays = True, self._parser.should_keep_alive()
 
     def lost(self, error: Exception | None) -> None:
         """The connection has ended: so has a body without another end."""
@@ -103,8 +103,8 @@ class Reply:
             if name != b"transfer-encoding" or value.lower().endswith(b"chunked")
         }
         if error is None and self.status and not names & {b"content-length", b"transfer-encoding"}:
-            self._ended = True
-        elif not self._ended:
+            self.ended = True
+        elif not self.ended:
             self.fail(error or BrokenReplyError("it closed the connection before its reply ended"))
         self._wake()
 
@@ -115,7 +115,7 @@ class Reply:
 
     def close(self) -> None:
         """Ends it at the instance unless it has ended."""
-        if not self._ended:
+        if not self.ended:
             self._connection.transport.abort()
 
     async def head(self) -> None:
@@ -125,14 +125,14 @@ class Reply:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes. Raises OSError and BrokenReplyError."""
-        while self._chunks or not self._ended:
+        while self._chunks or not self.ended:
             if not self._chunks:
                 await self._more()
                 continue
             data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
             self._chunks.clear()
             self._bytes = 0
-            if not self._ended:
+            if not self.ended:
                 self._connection.transport.resume_reading()
             yield data
 

@@ -229,7 +229,8 @@ class Fleet:
     @property
     def rules(self) -> set[HashRule]:
         """How the healthy instances hash blocks, as far as that is known."""
-        return {one.rule for one in self.all if one.healthy and one.rule}
+        known = self.all if self._subscriptions.of else ()  # where none publishes, none is asked
+        return {one.rule for one in known if one.healthy and one.rule}
 
     @property
     def models(self) -> frozenset[str]:
@@ -263,14 +264,15 @@ class Fleet:
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
+        if not healthy:
+            return []
         held = self.prefixes.held(prompt)
         costs = [
             self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
             for one in healthy
         ]
-        bound = min((i.inflight for i in healthy), default=0) + self._imbalance
-
-        head = prompt.prefixes[0] if prompt is not None and prompt.prefixes else None
+        bound = min(one.inflight for one in healthy) + self._imbalance
+        head = bytes(prompt.prefixes[0]) if prompt is not None and prompt.prefixes else None
 
         def rank(place: int) -> tuple[bool, float, int, int]:
             one = healthy[place]

@@ -403,12 +403,14 @@ class Router:
         fields: dict[str, Any] = dict(answer.fields())
         usage = value_of(fields.get("usage"), dict[str, Any])
         if answer.status == 200 and usage is not None:
+            told = usage.get("prompt_tokens_details")
             request.complete_usage(usage)
             if not request.decode_split:  # of ``vllm serve``
                 params = fields_of(fields.get("kv_transfer_params", b""))
                 request.decode_split = split_of(value_of(params.get(REPORT)))
             self._count(request)
-            answer = replace(answer, content=msgspec.json.encode({**fields, "usage": usage}))
+            if usage.get("prompt_tokens_details") != told:
+                answer = replace(answer, content=msgspec.json.encode({**fields, "usage": usage}))
         self.metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
         return passed_on(answer, {RECALL_HEADER: request.header()})
 

@@ -296,7 +296,7 @@ async def _whole(
     content = bytearray()
     try:
         with _failures(instance):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(None if response.ended else limit_s):
                 async for chunk in _decoded(response):
                     content += chunk
                     if len(content) > most:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _SILENCE_S = 10.0  # until the headers of a request are complete
+_KEPT_S = 120.0  # the same after a reply: clients that keep connections for 5 to 90 end them first
+_TURN_S = 0.1  # to read what came while the process did not run
 _UNREAD_S = 60.0  # while the client takes nothing of a reply
 _LONGEST_HEADERS = 64 << 10  # of a request, trailers included
 _HEADER_BYTES = 32  # that a header takes besides its text
@@ -27,14 +30,31 @@ class _ToTheEnd(int):
         return self
 
 
+class Limit:
+    """Calls ``end`` after ``seconds``, and not before what has arrived by then is read: timers come
+    first in a process that was stopped."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, end: Callable[[], None]
+    ) -> None:
+        self._timer = loop.call_later(seconds, self._due, loop, end)
+
+    def _due(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+        self._timer = loop.call_later(_TURN_S, end)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+
 class PromptProtocol(HttpToolsProtocol):
     """Ends a connection whose request does not begin in time, whose headers are too long, whose
     client does not read or sends too many requests at once, and the one that has waited longest if
     too many have no request."""
 
-    _waiting: ClassVar[dict[PromptProtocol, asyncio.TimerHandle]] = {}
+    _waiting: ClassVar[dict[PromptProtocol, Limit]] = {}
     """Connections without a request, of all listeners, the longest waiting first."""
-    _unread: asyncio.TimerHandle | None = None
+    _unread: Limit | None = None
+    _is_kept = False  # after a reply, and nothing has come since
     _header_bytes = 0
     _untold = 0  # bytes that the parser has taken and may keep, because it told of nothing since
 
@@ -51,6 +71,9 @@ class PromptProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._has_request():
             self.wait_no_more()
+        elif self._is_kept:  # the next request begins
+            self._is_kept = False
+            self.wait(self.transport)
         if self._header_bytes + self._untold > _LONGEST_HEADERS:
             self._end()
 
@@ -100,7 +123,9 @@ class PromptProtocol(HttpToolsProtocol):
         self._unanswered.popleft()
         super().on_response_complete()
         if not self._has_request() and not self.transport.is_closing():
-            self.wait(self.transport)
+            self._unset_keepalive_if_required()  # uvicorn's 5 s, which httpx's clients have, too
+            self._is_kept = True
+            self.wait(self.transport, max(_KEPT_S, self.timeout_keep_alive))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.wait_no_more()
@@ -110,7 +135,7 @@ class PromptProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(_UNREAD_S, self.transport.abort)
+        self._unread = Limit(self.loop, _UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -122,11 +147,11 @@ class PromptProtocol(HttpToolsProtocol):
             return True
         return self.cycle is not None and not self.cycle.response_complete
 
-    def wait(self, transport: Any) -> None:
+    def wait(self, transport: Any, seconds: float | None = None) -> None:
         """Ends the connection unless a request begins, or its TLS handshake ends, in time."""
         self.wait_no_more()
         self.transport = transport
-        self._waiting[self] = self.loop.call_later(_SILENCE_S, transport.abort)
+        self._waiting[self] = Limit(self.loop, seconds or _SILENCE_S, transport.abort)
         if len(self._waiting) > _MOST_WAITING:
             longest = next(iter(self._waiting))
             longest.wait_no_more()

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import re
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrecall.engines.base import LONGEST_ID
 from kvrecall.server.access import DASHBOARD, OWN_HEADER, Access
+from kvrecall.server.connections import Limit
 from kvrecall.server.replies import ReplyError
 
 ADMITTED = "kvrecall.admitted"
@@ -165,8 +167,7 @@ class Guard:
         his page for one of an address that is not his."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-            known = name == "localhost" or name in self._access.hosts
-            return known or bool(ipaddress.ip_address(name))
+            return name == "localhost" or name in self._access.hosts or bool(_address(name))
         except ValueError:
             return False
 
@@ -190,8 +191,7 @@ class Guard:
         try:
             while upload.more:
                 try:
-                    async with asyncio.timeout(began - clock() + _SILENCE_S + size / _SLOWEST):
-                        message = await upload.receive()
+                    message = await upload.receive(began - clock() + _SILENCE_S + size / _SLOWEST)
                 except TimeoutError:
                     raise ReplyError(408, f"the body came too slowly: {size} bytes") from None
                 if message["type"] == "http.disconnect":
@@ -228,8 +228,14 @@ class _Upload:
         self._is_asked_for = "expect" in headers
         self._receive = receive
 
-    async def receive(self) -> Message:
-        message = await self._receive()
+    async def receive(self, limit_s: float = _DROPPING_S) -> Message:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(None) as call:
+            limit = Limit(asyncio.get_running_loop(), limit_s, lambda: call.reschedule(0))
+            try:
+                message = await self._receive()
+            finally:
+                limit.cancel()
         self.more = message.get("more_body", False)
         return message
 
@@ -329,11 +335,14 @@ def _is_json(content_type: str) -> bool:
     )
 
 
+_address = functools.lru_cache(64)(ipaddress.ip_address)
+
+
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether a process of this host sent it, and not a proxy for another one, or another one that
     has uvicorn believe what a proxy would say (FORWARDED_ALLOW_IPS)."""
     try:
-        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
+        address = _address((scope.get("client") or ("",))[0])
     except ValueError:
         return False
     return address.is_loopback and _BY_PROXY.isdisjoint(headers)

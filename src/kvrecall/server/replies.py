@@ -95,21 +95,26 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects (499, only in the
     log)."""
 
-    async def disconnected() -> None:
+    has_left = False
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal has_left
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        has_left = True
+        task.cancel()
 
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected())
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ReplyError(499, _GONE)
+        return await work
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ReplyError(499, _GONE) from None
+        raise
     finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watching.cancel()
 
 
 async def whole(request: Request, updates: Updates) -> list[Update]:
