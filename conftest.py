@@ -98,6 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """With KVRECALL_PACKAGES=required, as in CI, a test that is skipped for lack of a package or
     program fails the run."""
+    gc.unfreeze()  # nanobind tells leaks at the end
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("KVRECALL_PACKAGES") != "required" or reporter is None:
         return
