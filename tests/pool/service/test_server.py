@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -92,6 +93,39 @@ def still_serves(client: ServiceClient) -> bool:
     answers = client.reserve(OWN)
     client.abandon(OWN)
     return {answer.verdict for answer in answers} == {Verdict.RESERVED}
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from kvrecall.config import PoolConfig
+from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.pool.service.server import Patience
+service = ServiceThread(PoolConfig(1 << 24), Path(sys.argv[1]), Patience(0.5, 0.5))
+print("serves", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_came_while_the_service_was_stopped_is_read(tmp_path: Path) -> None:
+    """Stopped where it waits for events, a loop runs the timers that are due first."""
+    path = tmp_path / "pool.sock"
+    command = [sys.executable, "-c", STOPPED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"serves\n"
+            sock = connect(path)
+            sock.sendall(HELLO[:3])
+            time.sleep(0.1)
+            process.send_signal(signal.SIGSTOP)
+            sock.sendall(HELLO[3:])
+            time.sleep(1)
+            process.send_signal(signal.SIGCONT)
+            sock.settimeout(2)
+            assert not is_ended(sock)
+        finally:
+            process.kill()
 
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1)

@@ -43,6 +43,7 @@ _MAX_SLOW = 64  # requests of one connection that are being worked on
 _AT_ONCE = 64  # requests of one connection, before it is others' turn
 _OTHER_FILES = 64
 _PAUSE_S = 0.5
+_TURN_S = 0.1
 _PATH_S = 5.0  # between looks at whether the socket is still at its path
 _FLUSH_THREADS = 16
 _ADMIN_THREADS = 4
@@ -373,7 +374,11 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         if self.session is None or not self._framer.is_empty:
-            self._timer = self._server.loop.call_later(seconds, self.reject, reason)
+            self._timer = self._server.loop.call_later(seconds, self._overdue, reason)
+
+    def _overdue(self, reason: str) -> None:
+        """After a stop of the process timers come first: what has arrived is read before."""
+        self._timer = self._server.loop.call_later(_TURN_S, self.reject, reason)
 
     # -- requests --------------------------------------------------------------------------
 
