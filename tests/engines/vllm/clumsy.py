@@ -15,6 +15,7 @@ from kvrecall import nicety
 
 def spared() -> Iterator[tuple[str, CellType]]:
     """The name and the function of everything that ``nicety`` decorates in what is imported."""
+    gc.unfreeze()  # what is frozen is not among the objects
     for one in gc.get_objects():
         code = one.__code__ if type(one) is FunctionType else None
         if code is not None and (code.co_name, code.co_filename) == ("call", nicety.__file__):
