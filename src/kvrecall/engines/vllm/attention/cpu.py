@@ -289,7 +289,7 @@ class KeyReader:
         if self._tiles is None:
             return packed.index_select(-1, self._places).view(shape)
         word, sizes, steps = self._tiles
-        words = packed.view(word)  # as one element, what lies side by side is copied in an eighth
+        words = packed.view(word)  # what lies side by side is copied in an eighth of the time
         found = words.as_strided((*shape[:2], *sizes), (*words.stride()[:2], *steps))
         found = found if sizes[0] == 1 and word.itemsize == packed.itemsize else found.contiguous()
         return found.flatten(2, 3).view(packed.dtype)
