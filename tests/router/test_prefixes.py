@@ -106,19 +106,20 @@ def test_instances_join_and_leave() -> None:
     all_ = fleet()
     first, second, third = all_.decode
     all_.computed(second, prompt(TEXT))
-    with second.busy():
-        new = Address("http://new:1")
-        all_.consist_of((), [first.address, new], ())
-        assert all_.decode[0] is first
-        assert all_.leaving == [second]
-        assert second.leaves
-        assert third.leaves
-        joined = all_.decode[1]
-        assert not joined.healthy
-        assert joined.bit not in (first.bit, second.bit)
-        assert all_.best_for_decode(prompt(TEXT)) == [first]
-        all_.computed(second, prompt(TEXT))
-        assert len(all_.prefixes) == 0
+    second.inflight += 1
+    new = Address("http://new:1")
+    all_.consist_of((), [first.address, new], ())
+    assert all_.decode[0] is first
+    assert all_.leaving == [second]
+    assert second.leaves
+    assert third.leaves
+    joined = all_.decode[1]
+    assert not joined.healthy
+    assert joined.bit not in (first.bit, second.bit)
+    assert all_.best_for_decode(prompt(TEXT)) == [first]
+    all_.computed(second, prompt(TEXT))
+    assert len(all_.prefixes) == 0
+    second.less_busy()
     assert not all_.leaving
     all_.consist_of((), [first.address, new, second.address], ())
     assert all_.decode[:2] == (first, joined)
@@ -229,7 +230,7 @@ def test_a_prompt_for_a_prefill_instance() -> None:
 
 def test_usage_over_both_instances() -> None:
     split = {"device": 128, "host": 0, "computed": 72}
-    request = Completion("/v1/completions", body(), {}, None, prefill_split=split)
+    request = Completion("/v1/completions", body(), {}, None, 0, print, prefill_split=split)
     event = b'data: {"choices":[],"usage":{"prompt_tokens":200,"prompt_tokens_details":'
     event += b'{"cached_tokens":128,"recall":{"host":128,"computed":72}}}}\n\n'
     told = json.loads(request.complete_event(event)[6:])["usage"]["prompt_tokens_details"]
@@ -266,17 +267,15 @@ def test_what_waits_at_an_instance_counts_as_work() -> None:
     all_.computed(first, prompt(TEXT))
 
     async def busy() -> None:
-        async with first.answering(5 * prompt(TEXT).tokens):
-            assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
+        assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
 
-    asyncio.run(busy())
+    asyncio.run(first.answer(busy(), 5 * prompt(TEXT).tokens))
     assert all_.best_for_decode(prompt(TEXT))[0] is first
 
     async def both() -> None:
-        async with first.answering(0.1), first.answering(0.2):
-            assert first.waiting > 0.2
+        assert first.waiting > 0.2
 
-    asyncio.run(both())
+    asyncio.run(first.answer(first.answer(both(), 0.2), 0.1))
     assert first.waiting == 0.0, "nothing that rounding left"
 
 

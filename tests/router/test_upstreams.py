@@ -11,6 +11,7 @@ import json
 import socket
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -338,8 +339,11 @@ def test_what_follows_a_reply_is_no_reply() -> None:
             port = served.sockets[0].getsockname()[1]
             ours = Connections(1.0)
             for _ in range(3):
-                reply = await ours.send(b"GET", f"http://127.0.0.1:{port}", "/", [], b"")
+                reply = await ours.send(b"GET", f"http://127.0.0.1:{port}", "/", [], b"", 1.0)
                 assert [chunk async for chunk in reply.chunks()] == [b"one"]
+                known = weakref.ref(reply)
+                del reply
+                assert known() is None, "no collection of garbage is needed"
             assert connections == 3
             ours.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -43,6 +42,7 @@ _ANYWHERE = (
 """Routes of vLLM that go to the least busy instance, and count as unread."""
 PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
+_FORWARDED = {name.encode(): name for name in PASSED_ON}
 
 
 def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGIApp:
@@ -50,33 +50,19 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
     router = Router(settings, fleet_of)
     fleet, metrics = router.fleet, router.metrics
     traces = router.traces
-    open_requests = held_bytes = 0
+    held_bytes = 0
 
     def refuse(status: int, message: str) -> Response:
         outcome, kind = _OUTCOMES.get(status, _REFUSED)
         metrics.requests.labels(outcome).inc()
         return error_response(status, message, kind)
 
-    @contextlib.contextmanager
-    def opened() -> Iterator[None]:
-        nonlocal open_requests
-        open_requests += 1
-        try:
-            yield
-        finally:
-            open_requests -= 1
-
-    @contextlib.contextmanager
-    def holding(nbytes: int) -> Iterator[None]:
-        """Raises ReplyError if the bodies that are held would be too large with so many more."""
+    def hold(nbytes: int) -> None:
+        """So many bytes more. Raises ReplyError if the bodies that are held would be too large."""
         nonlocal held_bytes
         if held_bytes + nbytes > _MOST_HELD:
             raise ReplyError(503, f"the bodies of requests in flight exceed {_MOST_HELD} bytes")
         held_bytes += nbytes
-        try:
-            yield
-        finally:
-            held_bytes -= nbytes
 
     async def complete(request: Request) -> Response:
         """Sends a completion to a prefill instance, then to a decode instance."""
@@ -85,16 +71,16 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         with contextlib.ExitStack() as held:
             if span is not None:
                 held.callback(span.end)
-            held.enter_context(opened())
             try:
                 headers = _passed_on(request)
                 _check_encoding(request)
-                content = b"".join([chunk async for chunk in request.stream() if chunk])
-                unsent = held.enter_context(contextlib.ExitStack())
-                unsent.enter_context(holding(len(content)))
-                body, prompt = await aside(len(content), _read, content, path in _BY_PREFIX)
-                completion = Completion(path, body, headers, prompt, unsent, span=span)
-                del content, body
+                content = (await request.receive()).get("body", b"")  # the guard has it whole
+                hold(nbytes := len(content))
+                completion = Completion(path, Body({}), headers, None, nbytes, hold, span=span)
+                held.callback(completion.forget)
+                read = await aside(nbytes, _read, content, path in _BY_PREFIX)
+                completion.body, completion.prompt = read
+                del content, read
                 reply = await while_connected(request, router.serve(completion, held))
             except ReplyError as error:
                 reply = refuse(error.status_code, error.detail)
@@ -116,7 +102,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         router."""
         state: dict[str, object] = {"status": "ok" if fleet.can_serve else "no instance is up"}
         if request.scope.get(ADMITTED):
-            state["open_requests"] = open_requests
+            state["open_requests"] = guard.running
             state["instances"] = [
                 {"url": x.url, "role": str(x.role), "up": x.healthy, "inflight": x.inflight}
                 | ({"leaving": True} if x.leaves else {})
@@ -152,7 +138,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         else:
             await rest(scope, receive, send)
 
-    return Guard(
+    guard = Guard(
         dispatch,
         access=settings.access,
         refuse=refuse,
@@ -161,6 +147,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         limit_name="--max-requests",
         counts_values=False,
     )
+    return guard
 
 
 def _read(content: bytes, has_prefix: bool) -> tuple[Body, Prompt | None]:
@@ -170,15 +157,17 @@ def _read(content: bytes, has_prefix: bool) -> tuple[Body, Prompt | None]:
 
 def _check_encoding(request: Request) -> None:
     """Raises ReplyError if the body is compressed: engines do not read it then."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        why = f"Content-Encoding: {encoding[:40]!r} is not read here; send the body as plain JSON"
+    encoding = dict(request.scope["headers"]).get(b"content-encoding", b"identity")
+    if encoding.strip().lower() not in (b"", b"identity"):
+        named = repr(encoding[:40].decode("latin-1"))
+        why = f"Content-Encoding: {named} is not read here; send the body as plain JSON"
         raise ReplyError(415, why)
 
 
 def _passed_on(request: Request) -> dict[str, str]:
     """Raises ReplyError for one that is too long."""
-    found = {name: value for name, value in request.headers.items() if name in PASSED_ON}
+    given = request.scope["headers"]
+    found = {_FORWARDED[n]: value.decode("latin-1") for n, value in given if n in _FORWARDED}
     for name, value in found.items():
         if len(value) > _LONGEST_HEADER:
             message = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"

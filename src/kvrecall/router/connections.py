@@ -10,17 +10,22 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import httptools
 import httpx
+
+from kvrecall.server.connections import Limit
 
 _LONGEST_HEAD = 100 << 10  # bytes of a reply before its body
 _LONGEST_HEADER = 64 << 10
 _MOST_BUFFERED = 256 << 10  # bytes of a reply that the client has not taken
 _KEPT_S = 4.0  # servers close a silent connection after 5 and more
 _MOST_KEPT = 256  # to an instance
+
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class BrokenReplyError(Exception):
@@ -32,10 +37,10 @@ class Reply:
 
     def __init__(self, connection: _Connection) -> None:
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.begun = False
         self._connection = connection
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)  # a circle, until it has ended
         self._chunks: deque[bytes] = deque()
         self._bytes = 0  # not taken
         self._head = 0  # bytes of the head
@@ -58,6 +63,7 @@ class Reply:
                 why = "it switches protocols" if is_upgrade else str(error.__context__ or error)
                 self.fail(BrokenReplyError(why))
         if self.ended:
+            self._parser = None
             self._connection.answered(self._stays)
             self._wake()
         if not self.status and self._head > _LONGEST_HEAD:
@@ -109,7 +115,7 @@ class Reply:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        self._error = self._error or error
+        self._error, self._parser = self._error or error, None
         self._connection.transport.abort()
         self._wake()
 
@@ -129,12 +135,16 @@ class Reply:
             if not self._chunks:
                 await self._more()
                 continue
-            data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
-            self._chunks.clear()
-            self._bytes = 0
-            if not self.ended:
-                self._connection.transport.resume_reading()
-            yield data
+            yield self.taken()
+
+    def taken(self) -> bytes:
+        """What has come of the body since the last time."""
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        self._bytes = 0
+        if not self.ended:
+            self._connection.transport.resume_reading()
+        return data
 
     async def _more(self) -> None:
         if self._error is not None:
@@ -213,9 +223,10 @@ class Connections:
         return httpx.create_ssl_context(trust_env=False)
 
     async def send(
-        self, method: bytes, url: str, path: str, headers: list[tuple[bytes, bytes]], content: bytes
+        self, method: bytes, url: str, path: str, headers: Headers, content: bytes, limit_s: float
     ) -> Reply:
-        """The head of the reply. Raises OSError and BrokenReplyError."""
+        """The head of the reply, which has ``limit_s``. Raises OSError and BrokenReplyError."""
+        loop = asyncio.get_running_loop()
         origin = self._origins.get(url) or self._origins.setdefault(url, _Origin(url))
         lines = [method + b" " + path.encode() + b" HTTP/1.1", b"host: " + origin.netloc]
         lines += [name + b": " + value for name, value in headers]
@@ -225,6 +236,7 @@ class Connections:
         while True:
             kept = self._kept(origin)
             reply = (kept or await self._connected(origin)).ask(head, content)
+            limit = Limit(loop, limit_s, partial(reply.fail, TimeoutError()))
             try:
                 await reply.head()
             except BaseException as error:
@@ -233,6 +245,8 @@ class Connections:
                 if is_stale and not isinstance(error, TimeoutError):
                     continue  # it was closed as the request left
                 raise
+            finally:
+                limit.cancel()
             return reply
 
     def _kept(self, origin: _Origin) -> _Connection | None:

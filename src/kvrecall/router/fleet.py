@@ -9,9 +9,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import Role
@@ -21,6 +21,7 @@ from kvrecall.events.wire import BlockHash
 from kvrecall.router.prefixes import PrefixMap, Prompt
 
 log = logging.getLogger("kvrecall.router")
+T = TypeVar("T")
 
 _FAILED_PROBES = 2  # in a row, before an instance counts as down
 _SILENT_PROBES = 4  # in a row, before what waits there is no longer waited for
@@ -102,31 +103,23 @@ class Instance:
         """All that it can recall by itself or from its pool service."""
         return [one.holdings for one in (*self.engine, *self.pool)]
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Counts a request of this instance."""
-        self.inflight += 1
-        try:
-            yield
-        finally:
-            self.inflight -= 1
+    def less_busy(self) -> None:
+        """One of the requests in flight has ended."""
+        self.inflight -= 1
 
-    @asynccontextmanager
-    async def answering(
-        self, cost: float, others: Sequence[Instance] | None = None
-    ) -> AsyncIterator[None]:
-        """Until its first byte, or failure, a request counts as work that waits. Ends what is
-        awaited within, with TimeoutError, if the instance turns out to hang while any of ``others``
-        is up; None: there is another way, whatever is up."""
+    async def answer(
+        self, work: Awaitable[T], cost: float, others: Sequence[Instance] | None = None
+    ) -> T:
+        """What a request comes to. Until then, or its failure, it counts as work that waits. Ends
+        it with TimeoutError if the instance turns out to hang while any of ``others`` is up; None:
+        there is another way, whatever is up."""
         self.waiting += cost
         try:
             async with asyncio.timeout(None) as call:
                 self.calls[call] = others
-                try:
-                    yield
-                finally:
-                    del self.calls[call]
+                return await work
         finally:
+            del self.calls[call]
             # what rounding leaves would decide between equals for good
             self.waiting = max(0.0, self.waiting - cost) if self.calls else 0.0
 
@@ -224,13 +217,14 @@ class Fleet:
     def least_block(self) -> int | None:
         """Tokens of the smallest block of instances whose hashes are known; None if there is
         none."""
-        return min((rule.block_size for rule in self.rules), default=None)
+        return min([rule.block_size for rule in self.rules], default=None)
 
     @property
     def rules(self) -> set[HashRule]:
         """How the healthy instances hash blocks, as far as that is known."""
-        known = self.all if self._subscriptions.of else ()  # where none publishes, none is asked
-        return {one.rule for one in known if one.healthy and one.rule}
+        if not self._subscriptions.of:
+            return set()  # where none publishes, none is asked
+        return {one.rule for one in self.all if one.healthy and one.rule}
 
     @property
     def models(self) -> frozenset[str]:
@@ -267,29 +261,25 @@ class Fleet:
         if not healthy:
             return []
         held = self.prefixes.held(prompt)
-        costs = [
-            self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
-            for one in healthy
-        ]
         bound = min(one.inflight for one in healthy) + self._imbalance
         head = bytes(prompt.prefixes[0]) if prompt is not None and prompt.prefixes else None
 
-        def rank(place: int) -> tuple[bool, float, int, int]:
-            one = healthy[place]
+        ranks = []
+        for place, one in enumerate(healthy):
             if head is None:
                 of_equals = (place - turn) % len(healthy)  # they take turns
             else:  # routers beside each other choose the same one
                 made = hashlib.blake2b(head + one.url.encode(), digest_size=8).digest()
                 of_equals = int.from_bytes(made)
-            return one.inflight > bound, costs[place], one.inflight, of_equals
-
-        return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]
+            cost = self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
+            ranks.append((one.inflight > bound, cost, one.inflight, of_equals, place))
+        return [healthy[rank[-1]] for rank in sorted(ranks)]
 
     def cost_of(self, prompt: Prompt | None, expected: Expected) -> float:
         """The work until a prompt's first token, in tokens computed, at an instance that is
         expected to recall so much."""
-        if prompt is None:
-            return 0.0
+        if prompt is None or not expected:
+            return 0.0 if prompt is None else float(prompt.tokens)
         new = prompt.tokens - sum(expected.values())
         return new + sum(COST[tier] * count for tier, count in expected.items())
 

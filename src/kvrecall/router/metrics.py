@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -95,7 +95,9 @@ class RouterMetrics:
             self._shown.append((gauge, values))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kvrecall_router_{name}", text, labels, registry=self._registry)
+        made = Counter(f"kvrecall_router_{name}", text, labels, registry=self._registry)
+        made.labels = cache(made.labels)  # type: ignore[method-assign]
+        return made
 
     def _seconds(self, name: str, text: str) -> Histogram:
         name = f"kvrecall_router_{name}_seconds"

@@ -23,13 +23,12 @@ from kvrecall.router.bodies import MOST_PROMPT, Body, begin_of
 
 CHUNK_BYTES = 256
 _BYTES_PER_TOKEN = 4  # of text: for estimates
-_MOST_BYTES = 16 << 20  # of a prompt: what follows does not change where it goes
 _ENDS: tuple[int, ...] = (
-    *range(CHUNK_BYTES, 4 << 10, CHUNK_BYTES),
-    *range(4 << 10, 16 << 10, 1 << 10),
-    *range(16 << 10, _MOST_BYTES, 4 << 10),
+    *range(CHUNK_BYTES, 8 * CHUNK_BYTES, CHUNK_BYTES),
+    *(end << doubled for doubled in range(13) for end in range(2048, 4096, 512)),
 )
-"""Bytes of a prompt's first chunk, first two, and so on: a long prompt needs no finer place."""
+"""Bytes of a prompt's first chunk, first two, and so on: a long prompt needs no finer place, and
+what follows 14 MB does not change where it goes."""
 _KEY = secrets.randbits(64)
 _MOST_BLOCKS = 16384  # of a prompt, likewise
 _REMEMBERED = 200_000
@@ -135,9 +134,8 @@ def only_prompt(body: Body) -> memoryview:
 def _prompt(body: Body, text: memoryview, ids: tuple[int, ...] | None, salt: str | None) -> Prompt:
     root = hashlib.blake2b(digest_size=16)
     for name in _SHAPING:
-        root.update(name.encode() + b"\0")
-        if name in body.fields:
-            root.update(body.raw(name))
+        if name in body.fields and (value := body.raw(name)):
+            root.update(name.encode() + b"\0" + value)
     tokens = len(text) // _BYTES_PER_TOKEN if ids is None else len(ids)
     prefixes = tuple(_chain(root.digest(), text))
     return Prompt(tokens, prefixes, given=ids, salt=salt or None, most_tokens=len(text))

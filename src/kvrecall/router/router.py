@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,15 +92,16 @@ class Completion:
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
     ``expected``: what the decode instance was expected to recall. ``handover``: what it is told of
     blocks that a prefill instance has. ``outcome``: how a stream ended.
-    ``span``: None where nothing is traced. ``unsent``: is closed when no instance will be sent the
-    body again; it is not kept then.
+    ``span``: None where nothing is traced. ``nbytes``: of the body, for which ``hold`` is called
+    with as many less when no instance will be sent it again; it is not kept then.
     """
 
     path: str
     body: Body
     headers: Mapping[str, str]
     prompt: Prompt | None
-    unsent: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    nbytes: int
+    hold: Callable[[int], None]
     prefill: Instance | None = None
     decode: Instance | None = None
     prefill_split: dict[str, int] = field(default_factory=dict)
@@ -113,7 +114,8 @@ class Completion:
     def forget(self) -> None:
         """An instance has begun to answer."""
         self.body, self.prompt = Body({}), None
-        self.unsent.close()
+        self.hold(-self.nbytes)
+        self.nbytes = 0
 
     def header(self) -> str:
         """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
@@ -299,10 +301,12 @@ class Router:
             began = time.monotonic()
             content = prompt_only(request.body).encoded()
             try:
-                with instance.busy():
-                    answer = await self._ask(request, instance, "prefill", content)
+                instance.inflight += 1
+                answer = await self._ask(request, instance, "prefill", content)
             except InstanceFailedError:
                 continue
+            finally:
+                instance.less_busy()
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
                 return "refused", {}  # the decode instance reports the error
@@ -330,14 +334,16 @@ class Router:
                 given = fields_of(body.fields.get("kv_transfer_params", b""))
                 body = body.but(kv_transfer_params={**given, **request.handover})
             content = body.encoded()
+            instance.inflight += 1
             try:
-                with contextlib.ExitStack() as busy:
-                    busy.enter_context(instance.busy())
-                    got = await self._ask(request, instance, "decode", content, others)
-                    held.push(busy.pop_all())
-            except InstanceFailedError as error:
+                got = await self._ask(request, instance, "decode", content, others)
+            except BaseException as error:
+                instance.less_busy()
+                if not isinstance(error, InstanceFailedError):
+                    raise
                 failure = error
                 continue
+            held.callback(instance.less_busy)
             self._served(request, instance)
             request.forget()
             request.decode = instance
@@ -376,8 +382,8 @@ class Router:
             call = request.span.call(part, instance.name, request.headers)
         try:
             with call as headers:
-                async with instance.answering(cost, others):
-                    return await send(instance, request.path, content, headers)
+                work = send(instance, request.path, content, headers)
+                return await instance.answer(work, cost, others)
         except TimeoutError:
             message = f"{instance.name} does not answer, and neither does its /health"
             failure = InstanceFailedError(message, gone=False)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
-from kvrecall.router.connections import BrokenReplyError, Connections, Reply
+from kvrecall.router.connections import BrokenReplyError, Connections, Headers, Reply
 from kvrecall.router.fleet import Instance
 from kvrecall.router.prefixes import Prompt, is_text, question_of
 
@@ -38,8 +37,6 @@ _OF_THE_CONNECTION = frozenset(
     b"transfer-encoding upgrade content-length date server".split()
 )
 """Headers of a reply that are the connection's, or that the router's server writes itself."""
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class _ListedModel(msgspec.Struct):
@@ -198,7 +195,7 @@ class Upstream:
             return _usable(instance, await _whole(instance, response, limit_s))
         events = _all_events(instance, response, limit_s)
         try:
-            with _failures(instance):
+            with _Failures(instance):
                 async with asyncio.timeout(limit_s):
                     first = await anext(events, b"")
             if error := _error_of(first) if first else "ended without an event":
@@ -234,9 +231,9 @@ class Upstream:
         """The head of the reply, whatever precedes it. Raises InstanceFailedError."""
         # the bytes that the client sent, which need not be ASCII
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        with _failures(instance):
-            async with asyncio.timeout(limit_s):
-                response = await self._connections.send(method, instance.url, path, raw, content)
+        with _Failures(instance):
+            connections = self._connections
+            response = await connections.send(method, instance.url, path, raw, content, limit_s)
         if 300 <= response.status < 400:
             response.close()
             message = f"{instance.name} answered {response.status}, and redirects are not followed"
@@ -245,23 +242,29 @@ class Upstream:
 
 
 def _header(response: Reply, name: bytes) -> bytes:
-    return b",".join(value for given, value in response.headers if given == name).strip().lower()
+    return b",".join([value for given, value in response.headers if given == name]).strip().lower()
 
 
 def _is_stream(response: Reply) -> bool:
     return _header(response, b"content-type").startswith(b"text/event-stream")
 
 
-@contextmanager
-def _failures(instance: Instance) -> Iterator[None]:
+class _Failures:
     """Translates the errors of a connection into InstanceFailedError."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise InstanceFailedError(f"{instance.name} did not answer in time", False) from error
-    except (OSError, BrokenReplyError, zlib.error) as error:
-        why = str(error) or type(error).__name__
-        raise InstanceFailedError(f"{instance.name}: {why}", True) from error
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        name = self._instance.name
+        if isinstance(error, TimeoutError):
+            raise InstanceFailedError(f"{name} did not answer in time", False) from error
+        if isinstance(error, OSError | BrokenReplyError | zlib.error):
+            why = str(error) or type(error).__name__
+            raise InstanceFailedError(f"{name}: {why}", True) from error
 
 
 def _is_encoded(response: Reply) -> bool:
@@ -293,9 +296,11 @@ async def _whole(
     instance: Instance, response: Reply, limit_s: float, most: int = _MOST_REPLY
 ) -> InstanceReply:
     """The reply within ``limit_s``. Raises InstanceFailedError."""
+    if response.ended and not _is_encoded(response):  # all of it fits what is kept
+        return InstanceReply(response.status, response.taken(), _end_to_end(response))
     content = bytearray()
     try:
-        with _failures(instance):
+        with _Failures(instance):
             async with asyncio.timeout(None if response.ended else limit_s):
                 async for chunk in _decoded(response):
                     content += chunk
@@ -334,7 +339,7 @@ async def _all_events(
     pieces = _decoded(response)
     try:
         while True:
-            with _failures(instance):
+            with _Failures(instance):
                 async with asyncio.timeout(silence_s):
                     chunk = await anext(pieces, b"")
             if not chunk:

@@ -12,10 +12,9 @@ import hashlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,6 +37,8 @@ _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
 _BY_PROXY = frozenset("forwarded via x-forwarded-for x-forwarded-host x-real-ip".split())
 _ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
+
+Headers = Mapping[str, str]  # by their names in lower case
 
 
 class Guard:
@@ -77,7 +78,7 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), _route_path(scope)
+        headers, path = _headers_of(scope), _route_path(scope)
         method = scope.get("method", "GET")
         if method in ("GET", "HEAD") and path in self._access.open_paths:
             with contextlib.suppress(ReplyError):
@@ -148,8 +149,7 @@ class Guard:
     def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
         """Raises ReplyError if a page of another origin sent the request, or one that reached
         this server under a name of its own."""
-        hosts = headers.getlist("host")
-        host = hosts[0].lower() if len(hosts) == 1 else ""
+        host = headers.get("host", "").lower()
         if not self._is_ours(host):
             why = f"Host {host[:80]!r} is no name of this server"
             raise ReplyError(403, f"{why}; allow it with --allowed-host")
@@ -166,7 +166,7 @@ class Guard:
         """An attacker can point a name of his own at this server, but cannot make a browser take
         his page for one of an address that is not his."""
         try:
-            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            name = _name_of(host).removesuffix(".")
             return name == "localhost" or name in self._access.hosts or bool(_address(name))
         except ValueError:
             return False
@@ -211,9 +211,9 @@ class Guard:
             body = b"".join(chunks)
             if counted is not None:
                 counted.check(body)
-            if size > _LARGE:
-                async with self._turn:  # other tasks run between two that are parsed
-                    await asyncio.sleep(0)
+            if size > _LARGE:  # other tasks run between two that are parsed
+                await self._turn.acquire()
+                asyncio.get_running_loop().call_soon(self._turn.release)
             return body
         finally:
             self._arriving -= size
@@ -296,6 +296,15 @@ class _Values:
         return ReplyError(413, f"the body has more than {values}, or {_LARGEST_IDS} of these")
 
 
+def _headers_of(scope: Scope) -> dict[str, str]:
+    """Of several with one name the first. Two that name the host are as good as none."""
+    given = scope["headers"]
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(given)}
+    if len(found) < len(given) and sum(name == b"host" for name, _ in given) > 1:
+        found["host"] = ""
+    return found
+
+
 def _route_path(scope: Scope) -> str:
     """The path that routes are compared with: without the prefix at which the application is."""
     path: str = scope["path"]
@@ -336,6 +345,7 @@ def _is_json(content_type: str) -> bool:
 
 
 _address = functools.lru_cache(64)(ipaddress.ip_address)
+_name_of = functools.lru_cache(64)(lambda host: urlsplit(f"//{host}").hostname or "")
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:

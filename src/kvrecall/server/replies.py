@@ -106,7 +106,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         has_left = True
         task.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    watching = asyncio.get_running_loop().create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
