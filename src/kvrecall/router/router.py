@@ -21,12 +21,12 @@ from kvrecall.errors import ConfigError
 from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.addresses import Roster
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
+from kvrecall.router.connections import Headers
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.traces import CompletionSpan, RouterTraces
 from kvrecall.router.upstream import (
-    Headers,
     InstanceFailedError,
     InstanceReply,
     ReplyStream,
