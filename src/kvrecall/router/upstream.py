@@ -259,12 +259,11 @@ class _Failures:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        name = self._instance.name
-        if isinstance(error, TimeoutError):
-            raise InstanceFailedError(f"{name} did not answer in time", False) from error
         if isinstance(error, OSError | BrokenReplyError | zlib.error):
-            why = str(error) or type(error).__name__
-            raise InstanceFailedError(f"{name}: {why}", True) from error
+            is_late = isinstance(error, TimeoutError)
+            told = f": {str(error) or type(error).__name__}"
+            why = " did not answer in time" if is_late else told
+            raise InstanceFailedError(f"{self._instance.name}{why}", not is_late) from error
 
 
 def _is_encoded(response: Reply) -> bool:
