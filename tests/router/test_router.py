@@ -21,6 +21,7 @@ from server.live import until
 from typer.testing import CliRunner
 
 from kvrecall import cli
+from kvrecall.errors import ConfigError
 from kvrecall.processes.ports import free_port
 from kvrecall.router import application as application_of_the_router
 from kvrecall.router import router as room
@@ -317,11 +318,14 @@ def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> Non
             becomes(lambda new: new.mkdir(), "Is a directory")
             becomes(os.mkfifo, "it is not a file")  # which nobody writes into
             becomes(lambda new: new.write_text(good + "#" * (1 << 20)), "larger than 1 MiB")
+            becomes(lambda new: new.write_text(""), "is empty; if no instance is left, write")
             assert all(before.up().values())
             other = f"engine http://127.0.0.1:{free_port()}\n"
             becomes(lambda new: new.write_text(good + other), "")
             assert until(lambda: len(before.up()) == 2)
             assert before.complete(prompt="x").status_code == 200
+            becomes(lambda new: new.write_text("# none"), "")
+            assert until(lambda: before.up() == {})
 
 
 @contextmanager
@@ -539,11 +543,39 @@ def test_a_file_beside_options(tmp_path: Path) -> None:
     file = tmp_path / "instances"
     file.write_text("decode http://b:1  # the second\nprefill http://c:1?events=5557\n")
     roster = Roster({"--engine": None, "--prefill": None, "--decode": ["http://a:1"]}, file)
-    assert roster.has_changed()
     engines, prefill, decode = roster.read()
     assert not engines
     assert [one.url for one in decode] == ["http://a:1", "http://b:1"]
     assert [len(one.events) for one in prefill] == [1]
     assert not roster.has_changed()
+
+
+def test_a_file_that_is_being_written(tmp_path: Path) -> None:
+    """What is there for a moment does not count, and nothing is no list of none."""
+    file = tmp_path / "instances"
+    file.write_text("")
+    roster = Roster({"--engine": None, "--prefill": None, "--decode": None}, file)
+    assert roster.read() == [(), (), ()]
+
+    def counts(text: str) -> bool:
+        file.write_text(text)
+        return roster.has_changed()
+
+    whole = "engine http://a:8001\nengine http://b:8002\n"
+    for text in (whole[:10], whole[:-1], "", whole):
+        assert not counts(text)
+    assert counts(whole)
+    assert len(roster.read()[0]) == 2
+    for text in ("", whole[:18], whole, whole, "", whole):
+        assert not counts(text)
+    for bad, why in (("\n", "is empty"), ("engine", "line 1"), ("", "is empty")):
+        assert [counts(bad) for _ in range(2)] == [False, True]
+        with pytest.raises(ConfigError, match=why):
+            roster.read()
+        assert not roster.has_changed(), "it is told once"
+    assert [counts("# none") for _ in range(2)] == [False, True]
+    assert roster.read() == [(), (), ()]
     file.unlink()
-    assert roster.has_changed()
+    assert [roster.has_changed() for _ in range(2)] == [False, True]
+    with pytest.raises(ConfigError, match="No such file"):
+        roster.read()
