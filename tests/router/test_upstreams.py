@@ -8,6 +8,7 @@ import contextlib
 import gzip
 import importlib.util
 import json
+import re
 import socket
 import threading
 import time
@@ -16,10 +17,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from server.live import until
 
+from kvrecall.processes.ports import free_port
 from kvrecall.router.connections import Connections
+from router.cluster import Router
 from router.test_router import in_front_of, is_whole, router, saying, server
 
 EVENTS = b'data: {"choices": []}\n\ndata: {"choices": [], "usage": {"prompt_tokens": 1, %s}}\n\n'
@@ -304,6 +308,49 @@ def test_two_routers_beside_each_other(tmp_path: Path) -> None:
             assert len(set(where)) == 1, where
             used.add(where[0])
         assert len(used) == 4
+
+
+def test_routers_that_lead_back_to_each_other(tmp_path: Path) -> None:
+    """Each serves with its own engine, and none keeps another up when these are gone."""
+    heard: list[bytes] = []
+    says: list[bytes | None] = [saying("200 OK", "{}")]
+    with ExitStack() as stack:
+        ports = [free_port() for _ in range(3)]
+        routers = []
+        for at, port in enumerate(ports):
+            own = stack.enter_context(server(says, healthy=False, heard=heard))
+            words = ["--engine", f"127.0.0.1:{own}", "--engine", f"127.0.0.1:{ports[at - 1]}"]
+            words += ["--engine", f"localhost:{port}"] if at == 0 else []
+            routers.append(Router(tmp_path, [*words, "--retries", "3"], port))
+            stack.callback(routers[-1].close)
+        assert until(lambda: all(sum(one.up().values()) == 2 for one in routers))
+        assert until(lambda: "leads back to this router" in routers[0].log), "it lists itself"
+        for number in range(30):
+            asked = routers[number % 3].client
+            for reply in (asked.post("/v1/completions", json={}), asked.get("/v1/models")):
+                assert (reply.status_code, reply.text) == (200, "{}")
+        assert len(heard) == 30
+        way = httpx.get(routers[0].url + "/health").headers["via"].removeprefix("1.1 ")
+        for names in ([("cdn-loop", f"a, {way}")], [("cdn-loop", way), ("cdn-loop", "b")]):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+                reply = routers[0].client.request(method, path, headers=names, content="{}")
+                assert reply.status_code == 508
+                assert "list engines, and no router that" in reply.json()["error"]["message"]
+        says[0] = saying("503 Service Unavailable", "{}")
+        for one in routers:
+            assert until(lambda one=one: not any(one.up().values())), "no engine answers"
+            assert one.complete(prompt="x").status_code == 503
+            assert "Traceback" not in one.log
+
+
+def test_whom_a_request_has_passed_is_told(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    with in_front_of(tmp_path, [saying("200 OK", "{}")], heard=heard) as before:
+        given = [("cdn-loop", "a.example, b"), ("content-type", "application/json")]
+        assert before.client.post("/v1/completions", headers=given, content="{}").is_success
+        assert re.search(rb"\r\ncdn-loop: a\.example, b, kvrecall-\w{12}\r\n", heard[0])
+        way = before.client.get("/health").headers["via"]
+        assert re.fullmatch(r"1\.1 kvrecall-\w{12}", way)
 
 
 def test_a_thousand_instances(tmp_path: Path) -> None:
