@@ -387,6 +387,20 @@ def test_what_waits_at_an_engine_that_hangs_goes_to_another(
             one.join(10)
 
 
+def test_one_that_hangs_delays_no_probe_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(upstream, "_PROBE_S", 600)
+    probes: list[int] = []
+    with (
+        server([None], healthy=False) as first,
+        server([saying("200 OK", "{}")], healthy=lambda: probes.append(1) is None) as second,
+        in_thread(f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}") as url,
+    ):
+        assert httpx.get(f"{url}/health").is_success, "it starts with those that answer"
+        before = len(probes)
+        assert until(lambda: len(probes) > before + 20)
+
+
 def test_health_is_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
     read = Body.read
