@@ -526,7 +526,7 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     assert "--host is 0.0.0.0, which other hosts reach, and no API key is set" in told
     for first, second in (("http://H:1", "http://h:1/"), ("http://h", "h:80")):
         assert "is given twice" in refused("--engine", first, "--engine", second)
-    for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1"):
+    for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1", "a..b:80", "a" * 64):
         assert "is not an address of an instance" in refused("--engine", f"http://{name}")
     told = refused("--engine", "http://me:secret@127.0.0.1:80")
     assert "has a user or a password" in told
@@ -562,6 +562,9 @@ def test_a_file_beside_options(tmp_path: Path) -> None:
     assert [one.url for one in decode] == ["http://a:1", "http://b:1"]
     assert [len(one.events) for one in prefill] == [1]
     assert not roster.has_changed()
+    file.write_text("\ufeffdecode http://例え.jp:80\n", "utf-8")  # of an editor that marks it
+    assert [roster.has_changed() for _ in range(2)] == [False, True]
+    assert roster.read()[2][1].url == "http://xn--r8jz45g.jp", "which headers can name"
 
 
 def test_a_file_that_is_being_written(tmp_path: Path) -> None:

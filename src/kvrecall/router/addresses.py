@@ -77,7 +77,7 @@ def _lines(file: Path) -> list[str] | str:
         elif state.st_size > _MOST_BYTES:
             why = "it is larger than 1 MiB"
         else:
-            return file.read_text().splitlines()
+            return file.read_text("utf-8-sig").splitlines()
     except OSError as error:
         why = error.strerror or str(error)
     except UnicodeDecodeError:
@@ -121,7 +121,7 @@ def address(text: str, option: str) -> Address:
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0 and (is_url or parts.port is not None)
-        named = named and bool(httpx.URL(url).host)
+        named = named and bool(httpx.URL(url).host) and bool((parts.hostname or "").encode("idna"))
     except (ValueError, httpx.InvalidURL):  # of hosts that are no names: also UnicodeError
         named = False
     if named and "@" in parts.netloc:
@@ -147,7 +147,7 @@ def address(text: str, option: str) -> Address:
                 f"{option}: {url!r}: {name!r} is unknown or given twice; known are events=PORT "
                 "(of the engine's KV events) and pool=PORT (of its pool service's)"
             )
-    place = parts.netloc.lower().removesuffix(":443" if parts.scheme == "https" else ":80")
+    place = httpx.URL(url).netloc.decode()  # in ASCII, without the port that is usual
     return Address(f"{parts.scheme}://{place}", tuple(events), pool)
 
 
