@@ -135,8 +135,11 @@ def test_http_of_other_ages(tmp_path: Path) -> None:
         says[0] = raw(STREAM, version="1.0", stream=True)
         assert before.complete(prompt="x", stream=True).text.endswith("data: [DONE]\n\n")
         other = ("connection: upgrade", "upgrade: x")
+        endless = chunked[:-2] + b"x: " + b"y" * 300_000
         for bad, why in (
             (raw(b"", "x: " + "y" * (101 << 10)), "b'x' of more than 65536 bytes"),
+            (raw(endless, "transfer-encoding: chunked"), "headers of more than 102400 bytes"),
+            (raw(b"1;" + endless[-300_000:], "transfer-encoding: chunked"), "headers of more than"),
             (raw(REPLY[:-1], "content-length: 999"), "it closed the connection before"),
             (raw(REPLY).replace(b"200 OK", b"600 Odd"), "status 600"),
             (raw(b"", *other).replace(b"200 OK", b"101 Other"), "it switches protocols"),

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 import httpx
 
-_LONGEST_HEAD = 100 << 10  # bytes of a reply before its body
+_LONGEST_HEAD = 100 << 10  # bytes of a reply before its body, behind it, and between its chunks
 _LONGEST_HEADER = 64 << 10
 _MOST_BUFFERED = 256 << 10  # bytes of a reply that the client has not taken
 _KEPT_S = 4.0  # servers close a silent connection after 5 and more
@@ -38,7 +38,7 @@ class Reply:
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: deque[bytes] = deque()
         self._bytes = 0  # not taken
-        self._head = 0  # bytes of the head
+        self._untold = 0  # bytes that are none of its body, since the last that were
         self.ended = False
         self._stays = False  # the connection, for the next request
         self._error: Exception | None = None
@@ -47,8 +47,7 @@ class Reply:
     def feed(self, data: bytes) -> None:
         """Called by the connection."""
         self.begun = True
-        if not self.status:
-            self._head += len(data)
+        self._untold += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -60,7 +59,7 @@ class Reply:
         if self.ended:
             self._connection.answered(self._stays)
             self._wake()
-        if not self.status and self._head > _LONGEST_HEAD:
+        elif self._untold > _LONGEST_HEAD:
             self.fail(BrokenReplyError(f"headers of more than {_LONGEST_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
@@ -81,6 +80,7 @@ class Reply:
             self._wake()
 
     def on_body(self, data: bytes) -> None:
+        self._untold = 0
         if self.ended:
             return
         self._chunks.append(data)
