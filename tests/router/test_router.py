@@ -530,7 +530,7 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
         assert "is not an address of an instance" in refused("--engine", f"http://{name}")
     told = refused("--engine", "http://me:secret@127.0.0.1:80")
     assert "has a user or a password" in told
-    assert "secret" not in told
+    assert "secret" not in told + refused("--engine", "http://me:secret@☃:80")
     both = refused("--engine", "a:1", "--decode", "b:1")
     assert "engines without roles do not go with" in both
     assert "for --prefill and for --decode" in refused("--prefill", "a:1", "--decode", "a:1")
@@ -540,6 +540,8 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     file = tmp_path / "instances"
     for text, why in (
         ("engine\n", "line 1: 'engine' is not a role and a URL"),
+        ("e http://me:secret@a:1\n", "line 1: 'e http://a:1' is not a role and a URL"),
+        (f"{'e' * 9999}\n", f"line 1: '{'e' * 80}' is not a role and a URL"),
         ("# fine\n\nserver http://a:1\n", "line 3: 'server http://a:1' is not a role and a URL"),
         ("engine http://a:1/v1\n", "line 1: 'http://a:1/v1' is not an address"),
         ("engine http://a:1\nengine http://a:1\n", "http://a:1 is given twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,8 +57,8 @@ class Roster:
                 continue
             if len(words) != 2 or words[0] not in _OPTIONS:
                 raise ConfigError(
-                    f"--instances: {self._file}, line {number}: {line.strip()!r} is not a role and "
-                    "a URL; write for example 'engine http://10.0.0.5:8000'"
+                    f"--instances: {self._file}, line {number}: {_shown(line)} is not a role and a "
+                    "URL; write for example 'engine http://10.0.0.5:8000'"
                 )
             address(words[1], f"--instances: {self._file}, line {number}")
             listed[_OPTIONS[words[0]]].append(words[1])
@@ -131,7 +132,7 @@ def address(text: str, option: str) -> Address:
         )
     if not named or parts.scheme not in ("http", "https") or parts.path.strip("/"):
         raise ConfigError(
-            f"{option}: {text!r} is not an address of an instance; write for example "
+            f"{option}: {_shown(text)} is not an address of an instance; write for example "
             "http://10.0.0.5:8000"
         )
     events: list[Publisher] = []
@@ -149,6 +150,11 @@ def address(text: str, option: str) -> Address:
             )
     place = httpx.URL(url).netloc.decode()  # in ASCII, without the port that is usual
     return Address(f"{parts.scheme}://{place}", tuple(events), pool)
+
+
+def _shown(text: str) -> str:
+    """Its begin, for messages; without a password."""
+    return repr(re.sub(r"//\S*@", "//", text.strip())[:80])
 
 
 def _publisher(host: str, value: str, where: str) -> Publisher:
