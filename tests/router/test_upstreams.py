@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -162,6 +162,22 @@ def test_when_to_come_again_is_what_the_instance_said(tmp_path: Path) -> None:
             assert all(before.up().values())
 
 
+@contextlib.contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port where each connection is answered in a thread of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    args = listener.accept()[:1]
+                    threading.Thread(target=answer, args=args, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -> None:
     """It closes it as the next request leaves: the router asks again, at the same one."""
     reply = raw(REPLY, f"content-length: {len(REPLY)}")
@@ -174,20 +190,31 @@ def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -
             client.sendall(reply)
             client.recv(1)  # of a second one
 
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=once, args=listener.accept()[:1], daemon=True).start()
+    with serving(once) as port, router(tmp_path, "--engine", f"127.0.0.1:{port}") as before:
+        assert until(lambda: all(before.up().values()))
+        for _ in range(5):
+            assert before.complete(prompt="x").status_code == 200
+        assert before.count("instance_failures_total") == 0
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        port = listener.getsockname()[1]
-        with router(tmp_path, "--engine", f"127.0.0.1:{port}") as before:
-            assert until(lambda: all(before.up().values()))
-            for _ in range(5):
-                assert before.complete(prompt="x").status_code == 200
-            assert before.count("instance_failures_total") == 0
-        listener.shutdown(socket.SHUT_RDWR)
+
+def test_no_connection_stays_to_an_instance_that_left(tmp_path: Path) -> None:
+    """It may be gone without a word, and never close it."""
+    ended = threading.Event()
+
+    def answer(client: socket.socket) -> None:
+        with client:
+            while client.recv(65536):
+                client.sendall(raw(b"", "content-length: 0"))
+            ended.set()
+
+    file = tmp_path / "instances"
+    with serving(answer) as port:
+        file.write_text(f"engine http://127.0.0.1:{port}")
+        with router(tmp_path, "--instances", str(file)) as before:
+            assert until(lambda: before.up() and all(before.up().values()))
+            file.write_text("# none")
+            assert until(lambda: not before.up())
+            assert until(ended.is_set)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2000}}

@@ -19,7 +19,7 @@ import httpx
 _LONGEST_HEAD = 100 << 10  # bytes of a reply before its body, behind it, and between its chunks
 _LONGEST_HEADER = 64 << 10
 _MOST_BUFFERED = 256 << 10  # bytes of a reply that the client has not taken
-_KEPT_S = 4.0  # servers close a silent connection after 5 and more
+KEPT_S = 4.0  # servers close a silent connection after 5 and more
 _MOST_KEPT = 256  # to an instance
 
 
@@ -200,6 +200,11 @@ class _Origin:
         self.port = parsed.port or (443 if self.is_tls else 80)
         self.kept: deque[_Connection] = deque()
 
+    def close(self, before: float) -> None:
+        """Those that are kept since then, or longer."""
+        while self.kept and self.kept[0].since <= before:
+            self.kept.popleft().transport.close()
+
 
 class Connections:
     """To any number of instances. ``connect_s``: seconds until one counts as unreachable."""
@@ -236,9 +241,7 @@ class Connections:
             return reply
 
     def _kept(self, origin: _Origin) -> _Connection | None:
-        oldest = time.monotonic() - _KEPT_S
-        while origin.kept and origin.kept[0].since < oldest:
-            origin.kept.popleft().transport.close()
+        origin.close(time.monotonic() - KEPT_S)
         return origin.kept.pop() if origin.kept else None
 
     async def _connected(self, origin: _Origin) -> _Connection:
@@ -254,7 +257,7 @@ class Connections:
             raise ConnectionError(f"no connection in {self._connect_s:g} s") from None
         return made
 
-    def close(self) -> None:
+    def close(self, kept_s: float = 0.0) -> None:
+        """Those that are kept for so long."""
         for origin in self._origins.values():
-            while origin.kept:
-                origin.kept.pop().transport.close()
+            origin.close(time.monotonic() - kept_s)

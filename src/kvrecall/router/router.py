@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -225,6 +226,7 @@ class Router:
             if self._settings.roster.has_changed():
                 self._read_roster()
             await self._probe_all(_PROBE_EVERY_S)
+            self.upstream.tidy()
 
     def _read_roster(self) -> None:
         try:
@@ -256,7 +258,7 @@ class Router:
             await asyncio.sleep(began + during_s * place / len(every) - time.monotonic())
             if one not in self._probes:
                 self._probes[one] = asyncio.create_task(probe(one))
-                self._probes[one].add_done_callback(lambda _, one=one: self._probes.pop(one))
+                self._probes[one].add_done_callback(partial(self._probes.pop, one))
         await asyncio.sleep(began + during_s - time.monotonic())
 
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
-from kvrecall.router.connections import BrokenReplyError, Connections, Reply
+from kvrecall.router.connections import KEPT_S, BrokenReplyError, Connections, Reply
 from kvrecall.router.fleet import Instance
 from kvrecall.router.prefixes import Prompt, is_text, question_of
 
@@ -142,6 +142,10 @@ class Upstream:
             why = "it leads back to this router, and gets no requests while it does; list engines"
             log.warning("%s instance %s: %s", instance.role, instance.url, why)
         return answer.status == 200 and NAME not in instance.way
+
+    def tidy(self) -> None:
+        """Closes connections that are kept too long, as to an instance that left."""
+        self._connections.close(KEPT_S)
 
     async def models(
         self, instance: Instance, api_key: str | None
