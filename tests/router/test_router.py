@@ -119,6 +119,7 @@ def test_without_an_engine(tmp_path: Path) -> None:
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
             assert reply.json()["error"]["message"] == "no instance is up"
         assert alone.client.get("/health").status_code == 503
+        assert alone.client.post("/v1/completions/", json={}).status_code == 404, "no redirect"
         huge = b'{"prompt": "' + b"x" * (41 << 20) + b'"}'
         for content in (huge, iter([huge])):  # with its length, and in chunks
             reply = alone.client.post("/v1/completions", content=content)

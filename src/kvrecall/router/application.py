@@ -150,6 +150,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         exception_handlers={HTTPException: unknown},
         lifespan=lambda _: router.running(),
     )
+    rest.router.redirect_slashes = False  # to http, where a proxy before it speaks TLS
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         """What is passed on goes without Starlette's layers, which cost as much as the guard."""
