@@ -162,6 +162,18 @@ def test_when_to_come_again_is_what_the_instance_said(tmp_path: Path) -> None:
             assert all(before.up().values())
 
 
+def test_the_list_of_models_is_of_an_instance_that_has_one(tmp_path: Path) -> None:
+    bad, good = saying("500 Internal Server Error", "{}"), saying("200 OK", '{"data": []}')
+    says: list[bytes | None] = [good]
+    with server([bad]) as one, server(says) as two:
+        words = [word for port in (one, two) for word in ("--engine", f"127.0.0.1:{port}")]
+        with router(tmp_path, *words) as before:
+            assert until(lambda: all(before.up().values()))
+            for answer, status in ((good, 200), (bad, 500)):
+                says[0] = answer
+                assert before.client.get("/v1/models").status_code == status
+
+
 @contextlib.contextmanager
 def serving(answer: Callable[[socket.socket], None]) -> Iterator[int]:
     """A port where each connection is answered in a thread of its own."""
