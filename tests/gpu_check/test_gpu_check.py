@@ -19,7 +19,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvrecall.bench.model import Texts
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
@@ -327,12 +326,12 @@ def test_a_prefix_that_was_not_loaded_is_not_called_loaded(name: str, tmp_path: 
     theirs = {} if name == "kvrecall" else {"computed": 528}  # what is said of other connectors
     server: Any = Recalling(theirs or {"host": 512, "computed": 16}, 512)
     tokens.ask(server, name, 512, "host", "")
-    tokens._together(server, name, 512, Texts())
+    tokens.ask(server, name, 512, "host", *"abcd")
     found = tokens.finding()[1]["seconds"][name]["512"]
     assert (found["host"]["p50"], found["together"]["n"]) == (0.5, 4)
     declining: Any = Recalling(theirs or {"host": 384, "computed": 144}, 384)
     tokens.ask(declining, name, 512, "host", "")
-    tokens._together(declining, name, 512, Texts())
-    both = r"512 tokens meant from host: \{.*384.*4 of 512 tokens meant from host: \[384"
+    tokens.ask(declining, name, 512, "host", *"abcd")
+    both = r"1 of 512 tokens meant from host: \[\{.*384.*4 of 512 tokens meant from host: \[\{.*384"
     with pytest.raises(CheckError, match=both):
         tokens.finding()

@@ -21,6 +21,7 @@ from server.live import until
 from typer.testing import CliRunner
 
 from kvrecall import cli
+from kvrecall.errors import ConfigError
 from kvrecall.processes.ports import free_port
 from kvrecall.router import application as application_of_the_router
 from kvrecall.router import router as room
@@ -118,6 +119,7 @@ def test_without_an_engine(tmp_path: Path) -> None:
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
             assert reply.json()["error"]["message"] == "no instance is up"
         assert alone.client.get("/health").status_code == 503
+        assert alone.client.post("/v1/completions/", json={}).status_code == 404, "no redirect"
         huge = b'{"prompt": "' + b"x" * (41 << 20) + b'"}'
         for content in (huge, iter([huge])):  # with its length, and in chunks
             reply = alone.client.post("/v1/completions", content=content)
@@ -317,11 +319,14 @@ def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> Non
             becomes(lambda new: new.mkdir(), "Is a directory")
             becomes(os.mkfifo, "it is not a file")  # which nobody writes into
             becomes(lambda new: new.write_text(good + "#" * (1 << 20)), "larger than 1 MiB")
+            becomes(lambda new: new.write_text(""), "is empty; if no instance is left, write")
             assert all(before.up().values())
             other = f"engine http://127.0.0.1:{free_port()}\n"
             becomes(lambda new: new.write_text(good + other), "")
             assert until(lambda: len(before.up()) == 2)
             assert before.complete(prompt="x").status_code == 200
+            becomes(lambda new: new.write_text("# none"), "")
+            assert until(lambda: before.up() == {})
 
 
 @contextmanager
@@ -381,6 +386,20 @@ def test_what_waits_at_an_engine_that_hangs_goes_to_another(
         assert all("of the other" in answer for answer in answers)
         for one in threads:
             one.join(10)
+
+
+def test_one_that_hangs_delays_no_probe_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(upstream, "_PROBE_S", 600)
+    probes: list[int] = []
+    with (
+        server([None], healthy=False) as first,
+        server([saying("200 OK", "{}")], healthy=lambda: probes.append(1) is None) as second,
+        in_thread(f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}") as url,
+    ):
+        assert httpx.get(f"{url}/health").is_success, "it starts with those that answer"
+        before = len(probes)
+        assert until(lambda: len(probes) > before + 20)
 
 
 def test_health_is_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,11 +527,11 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     assert "--host is 0.0.0.0, which other hosts reach, and no API key is set" in told
     for first, second in (("http://H:1", "http://h:1/"), ("http://h", "h:80")):
         assert "is given twice" in refused("--engine", first, "--engine", second)
-    for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1"):
+    for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1", "a..b:80", "a" * 64):
         assert "is not an address of an instance" in refused("--engine", f"http://{name}")
     told = refused("--engine", "http://me:secret@127.0.0.1:80")
     assert "has a user or a password" in told
-    assert "secret" not in told
+    assert "secret" not in told + refused("--engine", "http://me:secret@☃:80")
     both = refused("--engine", "a:1", "--decode", "b:1")
     assert "engines without roles do not go with" in both
     assert "for --prefill and for --decode" in refused("--prefill", "a:1", "--decode", "a:1")
@@ -522,6 +541,8 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     file = tmp_path / "instances"
     for text, why in (
         ("engine\n", "line 1: 'engine' is not a role and a URL"),
+        ("e http://me:secret@a:1\n", "line 1: 'e http://a:1' is not a role and a URL"),
+        (f"{'e' * 9999}\n", f"line 1: '{'e' * 80}' is not a role and a URL"),
         ("# fine\n\nserver http://a:1\n", "line 3: 'server http://a:1' is not a role and a URL"),
         ("engine http://a:1/v1\n", "line 1: 'http://a:1/v1' is not an address"),
         ("engine http://a:1\nengine http://a:1\n", "http://a:1 is given twice"),
@@ -539,11 +560,42 @@ def test_a_file_beside_options(tmp_path: Path) -> None:
     file = tmp_path / "instances"
     file.write_text("decode http://b:1  # the second\nprefill http://c:1?events=5557\n")
     roster = Roster({"--engine": None, "--prefill": None, "--decode": ["http://a:1"]}, file)
-    assert roster.has_changed()
     engines, prefill, decode = roster.read()
     assert not engines
     assert [one.url for one in decode] == ["http://a:1", "http://b:1"]
     assert [len(one.events) for one in prefill] == [1]
     assert not roster.has_changed()
+    file.write_text("\ufeffdecode http://例え.jp:80\n", "utf-8")  # of an editor that marks it
+    assert [roster.has_changed() for _ in range(2)] == [False, True]
+    assert roster.read()[2][1].url == "http://xn--r8jz45g.jp", "which headers can name"
+
+
+def test_a_file_that_is_being_written(tmp_path: Path) -> None:
+    """What is there for a moment does not count, and nothing is no list of none."""
+    file = tmp_path / "instances"
+    file.write_text("")
+    roster = Roster({"--engine": None, "--prefill": None, "--decode": None}, file)
+    assert roster.read() == [(), (), ()]
+
+    def counts(text: str) -> bool:
+        file.write_text(text)
+        return roster.has_changed()
+
+    whole = "engine http://a:8001\nengine http://b:8002\n"
+    for text in (whole[:10], whole[:-1], "", whole):
+        assert not counts(text)
+    assert counts(whole)
+    assert len(roster.read()[0]) == 2
+    for text in ("", whole[:18], whole, whole, "", whole):
+        assert not counts(text)
+    for bad, why in (("\n", "is empty"), ("engine", "line 1"), ("", "is empty")):
+        assert [counts(bad) for _ in range(2)] == [False, True]
+        with pytest.raises(ConfigError, match=why):
+            roster.read()
+        assert not roster.has_changed(), "it is told once"
+    assert [counts("# none") for _ in range(2)] == [False, True]
+    assert roster.read() == [(), (), ()]
     file.unlink()
-    assert roster.has_changed()
+    assert [roster.has_changed() for _ in range(2)] == [False, True]
+    with pytest.raises(ConfigError, match="No such file"):
+        roster.read()

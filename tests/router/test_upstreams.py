@@ -8,19 +8,23 @@ import contextlib
 import gzip
 import importlib.util
 import json
+import re
 import socket
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from server.live import until
 
+from kvrecall.processes.ports import free_port
 from kvrecall.router.connections import Connections
+from router.cluster import Router
 from router.test_router import in_front_of, is_whole, router, saying, server
 
 EVENTS = b'data: {"choices": []}\n\ndata: {"choices": [], "usage": {"prompt_tokens": 1, %s}}\n\n'
@@ -132,8 +136,11 @@ def test_http_of_other_ages(tmp_path: Path) -> None:
         says[0] = raw(STREAM, version="1.0", stream=True)
         assert before.complete(prompt="x", stream=True).text.endswith("data: [DONE]\n\n")
         other = ("connection: upgrade", "upgrade: x")
+        endless = chunked[:-2] + b"x: " + b"y" * 300_000
         for bad, why in (
             (raw(b"", "x: " + "y" * (101 << 10)), "b'x' of more than 65536 bytes"),
+            (raw(endless, "transfer-encoding: chunked"), "headers of more than 102400 bytes"),
+            (raw(b"1;" + endless[-300_000:], "transfer-encoding: chunked"), "headers of more than"),
             (raw(REPLY[:-1], "content-length: 999"), "it closed the connection before"),
             (raw(REPLY).replace(b"200 OK", b"600 Odd"), "status 600"),
             (raw(b"", *other).replace(b"200 OK", b"101 Other"), "it switches protocols"),
@@ -156,6 +163,34 @@ def test_when_to_come_again_is_what_the_instance_said(tmp_path: Path) -> None:
             assert all(before.up().values())
 
 
+def test_the_list_of_models_is_of_an_instance_that_has_one(tmp_path: Path) -> None:
+    bad, good = saying("500 Internal Server Error", "{}"), saying("200 OK", '{"data": []}')
+    says: list[bytes | None] = [good]
+    with server([bad]) as one, server(says) as two:
+        words = [word for port in (one, two) for word in ("--engine", f"127.0.0.1:{port}")]
+        with router(tmp_path, *words) as before:
+            assert until(lambda: all(before.up().values()))
+            for answer, status in ((good, 200), (bad, 500)):
+                says[0] = answer
+                assert before.client.get("/v1/models").status_code == status
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port where each connection is answered in a thread of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    args = listener.accept()[:1]
+                    threading.Thread(target=answer, args=args, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -> None:
     """It closes it as the next request leaves: the router asks again, at the same one."""
     reply = raw(REPLY, f"content-length: {len(REPLY)}")
@@ -168,20 +203,31 @@ def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -
             client.sendall(reply)
             client.recv(1)  # of a second one
 
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=once, args=listener.accept()[:1], daemon=True).start()
+    with serving(once) as port, router(tmp_path, "--engine", f"127.0.0.1:{port}") as before:
+        assert until(lambda: all(before.up().values()))
+        for _ in range(5):
+            assert before.complete(prompt="x").status_code == 200
+        assert before.count("instance_failures_total") == 0
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        port = listener.getsockname()[1]
-        with router(tmp_path, "--engine", f"127.0.0.1:{port}") as before:
-            assert until(lambda: all(before.up().values()))
-            for _ in range(5):
-                assert before.complete(prompt="x").status_code == 200
-            assert before.count("instance_failures_total") == 0
-        listener.shutdown(socket.SHUT_RDWR)
+
+def test_no_connection_stays_to_an_instance_that_left(tmp_path: Path) -> None:
+    """It may be gone without a word, and never close it."""
+    ended = threading.Event()
+
+    def answer(client: socket.socket) -> None:
+        with client:
+            while client.recv(65536):
+                client.sendall(raw(b"", "content-length: 0"))
+            ended.set()
+
+    file = tmp_path / "instances"
+    with serving(answer) as port:
+        file.write_text(f"engine http://127.0.0.1:{port}")
+        with router(tmp_path, "--instances", str(file)) as before:
+            assert until(lambda: before.up() and all(before.up().values()))
+            file.write_text("# none")
+            assert until(lambda: not before.up())
+            assert until(ended.is_set)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2000}}
@@ -305,6 +351,49 @@ def test_two_routers_beside_each_other(tmp_path: Path) -> None:
             assert len(set(where)) == 1, where
             used.add(where[0])
         assert len(used) == 4
+
+
+def test_routers_that_lead_back_to_each_other(tmp_path: Path) -> None:
+    """Each serves with its own engine, and none keeps another up when these are gone."""
+    heard: list[bytes] = []
+    says: list[bytes | None] = [saying("200 OK", "{}")]
+    with ExitStack() as stack:
+        ports = [free_port() for _ in range(3)]
+        routers = []
+        for at, port in enumerate(ports):
+            own = stack.enter_context(server(says, healthy=False, heard=heard))
+            words = ["--engine", f"127.0.0.1:{own}", "--engine", f"127.0.0.1:{ports[at - 1]}"]
+            words += ["--engine", f"localhost:{port}"] if at == 0 else []
+            routers.append(Router(tmp_path, [*words, "--retries", "3"], port))
+            stack.callback(routers[-1].close)
+        assert until(lambda: all(sum(one.up().values()) == 2 for one in routers))
+        assert until(lambda: "leads back to this router" in routers[0].log), "it lists itself"
+        for number in range(30):
+            asked = routers[number % 3].client
+            for reply in (asked.post("/v1/completions", json={}), asked.get("/v1/models")):
+                assert (reply.status_code, reply.text) == (200, "{}")
+        assert len(heard) == 30
+        way = httpx.get(routers[0].url + "/health").headers["via"].removeprefix("1.1 ")
+        for names in ([("cdn-loop", f"a, {way}")], [("cdn-loop", way), ("cdn-loop", "b")]):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+                reply = routers[0].client.request(method, path, headers=names, content="{}")
+                assert reply.status_code == 508
+                assert "list engines, and no router that" in reply.json()["error"]["message"]
+        says[0] = saying("503 Service Unavailable", "{}")
+        for one in routers:
+            assert until(lambda one=one: not any(one.up().values())), "no engine answers"
+            assert one.complete(prompt="x").status_code == 503
+            assert "Traceback" not in one.log
+
+
+def test_whom_a_request_has_passed_is_told(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    with in_front_of(tmp_path, [saying("200 OK", "{}")], heard=heard) as before:
+        given = [("cdn-loop", "a.example, b"), ("content-type", "application/json")]
+        assert before.client.post("/v1/completions", headers=given, content="{}").is_success
+        assert re.search(rb"\r\ncdn-loop: a\.example, b, kvrecall-\w{12}\r\n", heard[0])
+        way = before.client.get("/health").headers["via"]
+        assert re.fullmatch(r"1\.1 kvrecall-\w{12}", way)
 
 
 def test_a_thousand_instances(tmp_path: Path) -> None:

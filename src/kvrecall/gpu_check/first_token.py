@@ -78,29 +78,15 @@ class FirstTokens:
                     found = self.seconds[name][context]
                     self.say(f"{name}, {context} tokens: {found}", seconds=found)
                 context = self.contexts[len(self.contexts) // 2]
-                self._together(server, name, context, texts)
+                documents = [texts.document(context + TAIL) for _ in range(TOGETHER)]
+                for document in documents:
+                    server.ask(document, 2)
+                server.settle()
+                server.forget_device()
+                self.ask(server, name, context, "host", *documents)
+                found = self.seconds[name][context]
+                self.say(f"{name}, {TOGETHER} at once of {context} tokens: {found}", seconds=found)
         return self.finding()
-
-    def _together(self, server: ServerProcess, name: str, context: int, texts: Texts) -> None:
-        documents = [texts.document(context + TAIL) for _ in range(TOGETHER)]
-        for document in documents:
-            server.ask(document, 2)
-        server.settle()
-        server.forget_device()
-        before = server.metric(_COUNTERS["host"])
-        with ThreadPoolExecutor(TOGETHER) as threads:
-            answers = list(threads.map(lambda document: server.ask(document, 2), documents))
-        hits = server.metric(_COUNTERS["host"]) - before
-        found = [
-            one.recalled.get("host", 0) if name == OURS else hits / TOGETHER for one in answers
-        ]
-        seconds = [one.ttft_s for one in answers]
-        self.say(f"{name}, {TOGETHER} at once of {context} tokens: {seconds}", seconds=seconds)
-        if min(found) < context:
-            self.elsewhere.append(
-                f"{name}: {TOGETHER} of {context} tokens meant from host: {found}"
-            )
-        self.seconds[name][context]["together"] = seconds
 
     def finding(self) -> Finding:
         """What was measured so far."""
@@ -114,20 +100,27 @@ class FirstTokens:
         return f"from host memory, seconds by length: {host}", {"seconds": found}
 
     def ask(
-        self, server: ServerProcess, name: str, context: int, source: str, document: str
+        self, server: ServerProcess, name: str, context: int, source: str, *documents: str
     ) -> None:
-        """Times one prompt whose prefix should come from ``source``."""
+        """Times a prompt whose prefix should come from ``source``, or some that come together."""
         before = {tier: server.metric(counter) for tier, counter in _COUNTERS.items()}
-        answer = server.ask(document, 2)
-        found: Mapping[str, float] = answer.recalled
-        if name != OURS:
-            hits = {tier: server.metric(_COUNTERS[tier]) - before[tier] for tier in before}
-            found = {**hits, "computed": answer.prompt_tokens - sum(hits.values())}
+        with ThreadPoolExecutor(len(documents)) as threads:
+            answers = list(threads.map(lambda document: server.ask(document, 2), documents))
+        hits = {tier: server.metric(_COUNTERS[tier]) - before[tier] for tier in before}
+        shares = {tier: count / len(documents) for tier, count in hits.items()}
+        found = [
+            dict(one.recalled)
+            if name == OURS
+            else {**shares, "computed": one.prompt_tokens - sum(shares.values())}
+            for one in answers
+        ]
         times = self.seconds[name].setdefault(context, {})
-        if found.get(source, 0) >= context:
-            times.setdefault(source, []).append(answer.ttft_s)
-        else:
-            self.elsewhere.append(f"{name}: {context} tokens meant from {source}: {dict(found)}")
+        if min(one.get(source, 0) for one in found) < context:
+            meant = f"{len(documents)} of {context} tokens meant from {source}"
+            self.elsewhere.append(f"{name}: {meant}: {found}")
+            return
+        kind = source if len(documents) == 1 else "together"
+        times.setdefault(kind, []).extend(one.ttft_s for one in answers)
 
     def server(self, name: str, *options: str) -> ServerProcess:
         """With this connector, "" without any. ``options``: more of ``kvrecall serve``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,42 +26,49 @@ class Roster:
         """``given``: addresses by option."""
         self._given = {option: list(texts or ()) for option, texts in given.items()}
         self._file = file
-        self._read: tuple[int, ...] = ()
+        self._seen: list[str] | str = ""
+        self._read: list[str] | str = ""
+        self._lists_any = False
 
     def has_changed(self) -> bool:
-        """Whether the file is another one than was read last."""
-        return self._file is not None and self._stamp() != self._read
-
-    def _stamp(self) -> tuple[int, ...]:
-        assert self._file is not None
-        try:
-            now = self._file.stat()
-        except OSError:
-            return (-1,)
-        return now.st_mtime_ns, now.st_size, now.st_ino
+        """Whether the file says another thing than was read last, and the same as at the last call:
+        while it is being written, it may be cut anywhere."""
+        if self._file is None:
+            return False
+        before, self._seen = self._seen, _lines(self._file)
+        return before == self._seen != self._read
 
     def read(self) -> list[tuple[Address, ...]]:
-        """Engines, prefill and decode instances. Raises ConfigError."""
+        """Engines, prefill and decode instances. Raises ConfigError, also if the file has become
+        empty: one that is meant to list none has a comment."""
         if self._file is None:
             return addresses(self._given)
-        self._read = self._stamp()
+        lines = self._read = self._seen or _lines(self._file)
+        if isinstance(lines, str):
+            raise ConfigError(lines)
+        if self._lists_any and not any(line.strip() for line in lines):
+            raise ConfigError(
+                f"--instances: {self._file} is empty; if no instance is left, write '# none' there"
+            )
         listed = {option: list(texts) for option, texts in self._given.items()}
-        for number, line in enumerate(_lines(self._file), start=1):
+        for number, line in enumerate(lines, start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
             if len(words) != 2 or words[0] not in _OPTIONS:
                 raise ConfigError(
-                    f"--instances: {self._file}, line {number}: {line.strip()!r} is not a role and "
-                    "a URL; write for example 'engine http://10.0.0.5:8000'"
+                    f"--instances: {self._file}, line {number}: {_shown(line)} is not a role and a "
+                    "URL; write for example 'engine http://10.0.0.5:8000'"
                 )
             address(words[1], f"--instances: {self._file}, line {number}")
             listed[_OPTIONS[words[0]]].append(words[1])
-        return addresses(listed, may_be_none=True)
+        found = addresses(listed, may_be_none=True)
+        self._lists_any = listed != self._given
+        return found
 
 
-def _lines(file: Path) -> list[str]:
-    """Raises ConfigError. Does not wait, as reading a pipe would."""
+def _lines(file: Path) -> list[str] | str:
+    """Or why there are none. Does not wait, as reading a pipe would."""
     try:
         state = file.stat()
         if stat.S_ISDIR(state.st_mode):
@@ -70,15 +78,13 @@ def _lines(file: Path) -> list[str]:
         elif state.st_size > _MOST_BYTES:
             why = "it is larger than 1 MiB"
         else:
-            return file.read_text().splitlines()
+            return file.read_text("utf-8-sig").splitlines()
     except OSError as error:
         why = error.strerror or str(error)
     except UnicodeDecodeError:
         why = "it is not text"
-    raise ConfigError(
-        f"--instances: {file}: {why}; give a file with a line such as "
-        "'engine http://10.0.0.5:8000' for each instance"
-    )
+    cure = "give a file with a line such as 'engine http://10.0.0.5:8000' for each instance"
+    return f"--instances: {file}: {why}; {cure}"
 
 
 def addresses(
@@ -116,7 +122,7 @@ def address(text: str, option: str) -> Address:
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0 and (is_url or parts.port is not None)
-        named = named and bool(httpx.URL(url).host)
+        named = named and bool(httpx.URL(url).host) and bool((parts.hostname or "").encode("idna"))
     except (ValueError, httpx.InvalidURL):  # of hosts that are no names: also UnicodeError
         named = False
     if named and "@" in parts.netloc:
@@ -126,7 +132,7 @@ def address(text: str, option: str) -> Address:
         )
     if not named or parts.scheme not in ("http", "https") or parts.path.strip("/"):
         raise ConfigError(
-            f"{option}: {text!r} is not an address of an instance; write for example "
+            f"{option}: {_shown(text)} is not an address of an instance; write for example "
             "http://10.0.0.5:8000"
         )
     events: list[Publisher] = []
@@ -142,8 +148,13 @@ def address(text: str, option: str) -> Address:
                 f"{option}: {url!r}: {name!r} is unknown or given twice; known are events=PORT "
                 "(of the engine's KV events) and pool=PORT (of its pool service's)"
             )
-    place = parts.netloc.lower().removesuffix(":443" if parts.scheme == "https" else ":80")
+    place = httpx.URL(url).netloc.decode()  # in ASCII, without the port that is usual
     return Address(f"{parts.scheme}://{place}", tuple(events), pool)
+
+
+def _shown(text: str) -> str:
+    """Its begin, for messages; without a password."""
+    return repr(re.sub(r"//\S*@", "//", text.strip())[:80])
 
 
 def _publisher(host: str, value: str, where: str) -> Publisher:

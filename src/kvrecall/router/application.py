@@ -16,7 +16,7 @@ from kvrecall.router.bodies import Body, aside
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import Prompt, prompt_of
 from kvrecall.router.router import Completion, Router, RouterSettings, error_response, passed_on
-from kvrecall.router.upstream import InstanceFailedError
+from kvrecall.router.upstream import LOOP, NAME, InstanceFailedError
 from kvrecall.server.guard import ADMITTED, Guard
 from kvrecall.server.replies import ReplyError, while_connected
 
@@ -28,6 +28,7 @@ _OUTCOMES = {
     401: ("refused", "invalid_api_key"),
     499: ("cancelled", "invalid_request_error"),
     503: ("shed", "service_unavailable"),
+    508: ("refused", "router_error"),
 }
 """Of requests that the router answers itself, by status: how they count, and the error's type."""
 _BY_PREFIX = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -40,9 +41,12 @@ _ANYWHERE = (
     "/v1/chat/completions/derender"
 ).split()
 """Routes of vLLM that go to the least busy instance, and count as unread."""
-PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
+PASSED_ON = (
+    f"authorization x-request-id x-session-id traceparent tracestate user-agent {LOOP}".split()
+)
 """Request headers that the router forwards to its instances."""
 _FORWARDED = {name.encode(): name for name in PASSED_ON}
+_LOOP = LOOP.encode()
 
 
 def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGIApp:
@@ -89,13 +93,14 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
             return reply
 
     async def models(request: Request) -> Response:
-        """The model list of the first instance that answers."""
+        """The model list of the first instance that has one."""
+        headers = _passed_on(request)
+        reply = error_response(503, "no instance is up", "service_unavailable")
         for instance in fleet.decode + fleet.prefill:
-            if instance.healthy:
+            if instance.healthy and reply.status_code >= 500:
                 with contextlib.suppress(InstanceFailedError):
-                    answer = await router.upstream.get(instance, "/v1/models", _passed_on(request))
-                    return passed_on(answer)
-        return error_response(503, "no instance is up", "service_unavailable")
+                    reply = passed_on(await router.upstream.get(instance, "/v1/models", headers))
+        return reply
 
     async def health(request: Request) -> Response:
         """200 while any instance can serve. The body lists the instances to those who may use the
@@ -108,13 +113,16 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
                 | ({"leaving": True} if x.leaves else {})
                 for x in (*fleet.all, *fleet.leaving)
             ]
-        return JSONResponse(state, 200 if fleet.can_serve else 503)
+        way = f"1.1 {NAME}, {fleet.way}".removesuffix(", ")
+        return JSONResponse(state, 200 if fleet.can_serve else 503, {"via": way})
 
     async def page(_: Request) -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error, ReplyError):
+            return refuse(error.status_code, error.detail)
         known = ", ".join((*_BY_PREFIX, *_ANYWHERE, *others))
         why = f"the router does not pass on {request.method} {request.url.path[:80]}; it serves"
         return refuse(error.status_code, f"{why} {known}")
@@ -129,6 +137,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
         exception_handlers={HTTPException: unknown},
         lifespan=lambda _: router.running(),
     )
+    rest.router.redirect_slashes = False  # to http, where a proxy before it speaks TLS
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         """What is passed on goes without Starlette's layers, which cost as much as the guard."""
@@ -165,9 +174,14 @@ def _check_encoding(request: Request) -> None:
 
 
 def _passed_on(request: Request) -> dict[str, str]:
-    """Raises ReplyError for one that is too long."""
+    """Raises ReplyError for one that is too long, and for a request that was here before."""
     given = request.scope["headers"]
     found = {_FORWARDED[n]: value.decode("latin-1") for n, value in given if n in _FORWARDED}
+    before = [value.decode("latin-1") for n, value in given if n == _LOOP]
+    found[LOOP] = ", ".join([*before, NAME])
+    if NAME in ",".join(before):
+        why = "the request was at this router before: one of its instances leads back to it"
+        raise ReplyError(508, f"{why}; list engines, and no router that lists this one")
     for name, value in found.items():
         if len(value) > _LONGEST_HEADER:
             message = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"

@@ -18,10 +18,10 @@ import httpx
 
 from kvrecall.server.connections import Limit
 
-_LONGEST_HEAD = 100 << 10  # bytes of a reply before its body
+_LONGEST_HEAD = 100 << 10  # bytes of a reply before its body, behind it, and between its chunks
 _LONGEST_HEADER = 64 << 10
 _MOST_BUFFERED = 256 << 10  # bytes of a reply that the client has not taken
-_KEPT_S = 4.0  # servers close a silent connection after 5 and more
+KEPT_S = 4.0  # servers close a silent connection after 5 and more
 _MOST_KEPT = 256  # to an instance
 
 
@@ -43,7 +43,7 @@ class Reply:
         self._parser: Any = httptools.HttpResponseParser(self)  # a circle, until it has ended
         self._chunks: deque[bytes] = deque()
         self._bytes = 0  # not taken
-        self._head = 0  # bytes of the head
+        self._untold = 0  # bytes that are none of its body, since the last that were
         self.ended = False
         self._stays = False  # the connection, for the next request
         self._error: Exception | None = None
@@ -52,8 +52,7 @@ class Reply:
     def feed(self, data: bytes) -> None:
         """Called by the connection."""
         self.begun = True
-        if not self.status:
-            self._head += len(data)
+        self._untold += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -66,7 +65,7 @@ class Reply:
             self._parser = None
             self._connection.answered(self._stays)
             self._wake()
-        if not self.status and self._head > _LONGEST_HEAD:
+        elif self._untold > _LONGEST_HEAD:
             self.fail(BrokenReplyError(f"headers of more than {_LONGEST_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
@@ -87,6 +86,7 @@ class Reply:
             self._wake()
 
     def on_body(self, data: bytes) -> None:
+        self._untold = 0
         if self.ended:
             return
         self._chunks.append(data)
@@ -210,6 +210,11 @@ class _Origin:
         self.port = parsed.port or (443 if self.is_tls else 80)
         self.kept: deque[_Connection] = deque()
 
+    def close(self, before: float) -> None:
+        """Those that are kept since then, or longer."""
+        while self.kept and self.kept[0].since <= before:
+            self.kept.popleft().transport.close()
+
 
 class Connections:
     """To any number of instances. ``connect_s``: seconds until one counts as unreachable."""
@@ -250,9 +255,7 @@ class Connections:
             return reply
 
     def _kept(self, origin: _Origin) -> _Connection | None:
-        oldest = time.monotonic() - _KEPT_S
-        while origin.kept and origin.kept[0].since < oldest:
-            origin.kept.popleft().transport.close()
+        origin.close(time.monotonic() - KEPT_S)
         return origin.kept.pop() if origin.kept else None
 
     async def _connected(self, origin: _Origin) -> _Connection:
@@ -268,7 +271,7 @@ class Connections:
             raise ConnectionError(f"no connection in {self._connect_s:g} s") from None
         return made
 
-    def close(self) -> None:
+    def close(self, kept_s: float = 0.0) -> None:
+        """Those that are kept for so long."""
         for origin in self._origins.values():
-            while origin.kept:
-                origin.kept.pop().transport.close()
+            origin.close(time.monotonic() - kept_s)

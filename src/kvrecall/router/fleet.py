@@ -60,6 +60,7 @@ class Instance:
     ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
     ``engine``, ``pool``: what its publishers and those of its pool service say. ``serves``: names
     of models and adapters, empty if it did not say; ``models``: those without an adapter.
+    ``way``: the routers before an engine, if it is a router: its Via.
     ``leaves``: it gets no further requests. ``calls``: what waits for its first byte, and the
     instances that can take its place, None if there is another way.
     """
@@ -76,6 +77,7 @@ class Instance:
     heard: int = 0
     serves: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
+    way: str = ""
     leaves: bool = False
     calls: dict[asyncio.Timeout, Sequence[Instance] | None] = field(default_factory=dict)
 
@@ -183,7 +185,8 @@ class Fleet:
         self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
         for one in self.all:  # also in another role, or with other publishers
             if same := up.get(one.url):
-                one.healthy, one.serves, one.models = True, same.serves, same.models
+                one.healthy, one.way = True, same.way
+                one.serves, one.models = same.serves, same.models
         for gone in before.values():
             gone.leaves = True
             self.prefixes.forget(gone.bit)
@@ -212,6 +215,11 @@ class Fleet:
     def can_serve(self) -> bool:
         """Whether any instance is healthy; each can serve a request alone if necessary."""
         return any(instance.healthy for instance in self.all)
+
+    @property
+    def way(self) -> str:
+        """The shortest to an engine that is up."""
+        return min((one.way for one in self.all if one.healthy), key=len, default="")
 
     @property
     def least_block(self) -> int | None:

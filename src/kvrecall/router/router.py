@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -197,22 +198,29 @@ class Router:
         engines, prefill, decode = settings.roster.read()
         self.fleet = fleet_of(prefill, decode, settings.imbalance, engines, self._subscriptions)
         self._rounds = 0
+        self._probes: dict[Instance, asyncio.Task[None]] = {}  # that are not answered yet
         self.metrics = RouterMetrics(self.fleet, self._subscriptions)
         self.upstream = Upstream(settings.timeout_s)
         self.traces = RouterTraces(settings.traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Probes instances and follows their events while the context is open; enters after the
-        first round of probes."""
+        """Probes instances and follows their events while the context is open; enters once all have
+        answered, or some, and the others hang."""
         async with self.upstream, self._subscriptions.running():
             await self._probe_all(0.0)
+            if self._probes:
+                await asyncio.wait(self._probes.values(), timeout=_PROBE_EVERY_S)
+            while self._probes and not self.fleet.can_serve:
+                await asyncio.wait(self._probes.values(), return_when=asyncio.FIRST_COMPLETED)
             task = asyncio.create_task(self._probe_on())
             try:
                 yield
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                tasks = [task, *self._probes.values()]
+                for one in tasks:
+                    one.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 self.traces.close()
 
     async def _probe_on(self) -> None:
@@ -220,6 +228,7 @@ class Router:
             if self._settings.roster.has_changed():
                 self._read_roster()
             await self._probe_all(_PROBE_EVERY_S)
+            self.upstream.tidy()
 
     def _read_roster(self) -> None:
         try:
@@ -230,7 +239,8 @@ class Router:
             self.fleet.consist_of(prefill, decode, engines)
 
     async def _probe_all(self, during_s: float) -> None:
-        """Probes one after another: a thousand at once would delay what is served by as much."""
+        """Probes one after another: a thousand at once would delay what is served by as much. Waits
+        for no answer: an instance that hangs would delay what is known of all others."""
         lists_models = self._rounds % _LIST_EVERY == 0
         self._rounds += 1
 
@@ -241,15 +251,17 @@ class Router:
                 instance.serves, instance.models = await self.upstream.models(
                     instance, next(iter(self._settings.access.keys), None)
                 )
-            if not (well and was_up and not instance.healthy):  # lost after it had answered
+            lost = well and was_up and not instance.healthy  # after it had answered
+            if not (lost or instance.leaves):
                 self.fleet.probed(instance, well)
 
         began, every = time.monotonic(), self.fleet.all
-        async with asyncio.TaskGroup() as group:
-            for place, one in enumerate(every):
-                await asyncio.sleep(began + during_s * place / len(every) - time.monotonic())
-                group.create_task(probe(one))
-            await asyncio.sleep(began + during_s - time.monotonic())
+        for place, one in enumerate(every):
+            await asyncio.sleep(began + during_s * place / len(every) - time.monotonic())
+            if one not in self._probes:
+                self._probes[one] = asyncio.create_task(probe(one))
+                self._probes[one].add_done_callback(partial(self._probes.pop, one))
+        await asyncio.sleep(began + during_s - time.monotonic())
 
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
         """The reply for the client. Closes ``held`` when the reply has ended."""

@@ -8,7 +8,9 @@ same, and another one passes on unread.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import secrets
 import zlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -16,18 +18,27 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
-from kvrecall.router.connections import BrokenReplyError, Connections, Headers, Reply
+from kvrecall.router.connections import KEPT_S, BrokenReplyError, Connections, Headers, Reply
 from kvrecall.router.fleet import Instance
 from kvrecall.router.prefixes import Prompt, is_text, question_of
 
+log = logging.getLogger("kvrecall.router")
+
+LOOP = "cdn-loop"
+"""Request header that names the routers on the way (RFC 8586). With Via, an engine would take the
+request for one of another host."""
+NAME = f"kvrecall-{secrets.token_hex(6)}"
+"""Of this router there, and in the Via of its /health: the routers on its way to an engine."""
+
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
-_OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
+_OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504, 508})
 _MOST_REPLY = 64 << 20  # bytes of a whole reply
 _PIECE = 256 << 10  # bytes that are decompressed at once
 _MOST_EVENT = 16 << 20  # bytes of an event of a stream
 _SMALL = 1 << 20  # bytes of /health and /v1/models
 _LONGEST_REASON = 300
+_LONGEST_WAY = 1024
 _CONNECT_S = 5.0  # an overloaded machine accepts late
 _PROBE_S = 5.0  # for /health; an overloaded machine answers late
 _TOKENIZE_S = 5.0
@@ -115,12 +126,23 @@ class Upstream:
         self._connections.close()
 
     async def probe(self, instance: Instance) -> bool:
-        """Whether the instance reports that it is healthy, or is too busy to and answers others."""
-        before = instance.heard
+        """Whether the instance reports that it is healthy, or is too busy to and answers others; a
+        router that needs this one to reach an engine does not count as healthy."""
+        heard, known = instance.heard, instance.way
         try:
-            return (await self.get(instance, "/health", {}, _PROBE_S)).status == 200
+            answer = await self.get(instance, "/health", {}, _PROBE_S)
         except InstanceFailedError:
-            return instance.heard > before
+            return instance.heard > heard
+        way = b", ".join(value for name, value in answer.headers if name == b"via")
+        instance.way = way[:_LONGEST_WAY].decode("latin-1")
+        if NAME in instance.way and NAME not in known:
+            why = "it leads back to this router, and gets no requests while it does; list engines"
+            log.warning("%s instance %s: %s", instance.role, instance.url, why)
+        return answer.status == 200 and NAME not in instance.way
+
+    def tidy(self) -> None:
+        """Closes connections that are kept too long, as to an instance that left."""
+        self._connections.close(KEPT_S)
 
     async def models(
         self, instance: Instance, api_key: str | None

@@ -519,7 +519,11 @@ def test_what_another_held_too_long_without_a_step_is_computed(pool: Pool) -> No
     bench.request("new", 40, told=dict(told))
     assert bench.side.late() == []
     assert doomed == {asked.request_id, queued.request_id}
-    assert bench.side.counters.counts["handovers_late"] == 2
+    now[0] = 65.0  # "new" has no step now
+    assert bench.side.late() == []
+    now[0] = 600.0
+    assert bench.side.late() == [asked.request_id], "and not what runs"
+    assert bench.side.counters.counts["handovers_late"] == 3, "each of them once"
     doomed.clear()
     old = bench.request("old", 40, told=dict(told))
     bench.end(old, RequestStatus.FINISHED_ABORTED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ class RecallScheduler:
         self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._has_mixtures = False
         self._delivered: dict[str, float] = {}  # until when connectors beside this one may load
-        self._leased: dict[str, float] = {}  # when a step last renewed what others hold for them
+        self._leased: dict[str, float] = {}  # when a step last renewed it; inf: over, and counted
         self._loads: list[LoadOrder] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -404,6 +405,7 @@ class RecallScheduler:
             request_id = state.request.request_id
             tokens, first = scheduled[request_id], state.request.num_computed_tokens
             self._leased.pop(request_id, None)
+            self._delivered.pop(request_id, None)
             if self._waiting:
                 self._waiting.pop(request_id, None)
             if not state.settled:
@@ -513,14 +515,15 @@ class RecallScheduler:
             return []
         now = self._clock()
         for request_id, renewed in self._leased.items():
-            self._leased[request_id] = now
-            if now - renewed > _LEASE_S:
+            is_over = now - renewed > _LEASE_S
+            self._leased[request_id] = math.inf if is_over else max(now, renewed)
+            if is_over:
                 fail_loads([request_id])
                 self._events.counted("handovers_late")
         late = [one for one, until in self._delivered.items() if until <= now]
         for request_id in late:
             del self._delivered[request_id]
-            self._events.counted("handovers_late")
+            self._events.counted("handovers_late", self._leased.get(request_id) != math.inf)
         return late
 
     def _loaded_by_another(self) -> None:
