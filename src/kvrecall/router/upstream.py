@@ -30,7 +30,7 @@ request for one of another host."""
 NAME = f"kvrecall-{secrets.token_hex(6)}"
 """Of this router there, and in the Via of its /health: the routers on its way to an engine."""
 
-_END = re.compile(rb"\r?\n\r?\n|\r\r")
+_END = re.compile(rb"\n\r?\n|\r\r")
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504, 508})
 _MOST_REPLY = 64 << 20  # bytes of a whole reply
