@@ -78,12 +78,11 @@ def _from_disk(tokens: FirstTokens, disk_bytes: int, write_gb_s: float) -> None:
         documents[context] = [texts.document(context + TAIL) for _ in range(count)]
     options = ["--disk-path", str(tokens.folder / "disk"), "--disk-size", str(disk_bytes)]
     with tokens.server(OURS, *options) as server:
-        server.ask(other, 2)
-        for document in (one for some in documents.values() for one in some):
+        for document in (*(one for some in documents.values() for one in some), other):
             server.ask(document, 2)
             server.settle()
     with tokens.server(OURS, *options) as server:
-        server.ask(other, 2)  # the first hit after a start is audited
+        server.ask(other, 2)  # its audit is for all that was written before it
         for context, some in documents.items():
             for document in some:
                 tokens.ask(server, OURS, context, "disk", document)
