@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support import warm
 
 # Otherwise each of some two hundred commands that tests start compiles kvrecall's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,6 +40,26 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=bool(config.getoption("markexpr")),
     )
     hypothesis.settings.load_profile("kvrecall")
+    worker = getattr(config, "workerinput", {})
+    if "warm" in worker:
+        warm.join(worker["warm"])
+    if worker.get("workerid", "gw0") != "gw0":
+        config.args = [part for arg in reversed(config.args) for part in _backwards(arg)]
+
+
+def _backwards(arg: str) -> list[str]:
+    """What a folder holds, from its end: two workers of a fresh clone compile other files first."""
+    parts = sorted(Path(arg).iterdir(), reverse=True) if Path(arg).is_dir() else []
+    return [str(part) for part in parts if part.is_dir() or part.match("test_*.py")] or [arg]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Engines of all workers are forked from one process, if whole rooms of them are tested."""
+    asked = [] if node.config.option.keyword else [Path(arg) for arg in node.config.args]
+    rooms = {"engines", "server", "router"}
+    if any(path.name == "tests" or rooms.intersection(path.parts) for path in asked):
+        node.workerinput["warm"] = warm.share()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,6 +69,8 @@ def pytest_collection() -> Generator[None, object, object]:
     found = yield
     gc.freeze()
     gc.enable()
+    if "vllm" in sys.modules:
+        warm.inspect_here()
     return found
 
 
@@ -78,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent / "tests"
     rank = {here / f"{name}.py": at for at, name in enumerate(LONGEST)}
     engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: rank.get(item.path, len(rank) + (item.path not in engines)))
+    last = len(rank)
+    items.sort(key=lambda item: (rank.get(item.path, last + (item.path not in engines)), item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
