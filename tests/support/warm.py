@@ -69,14 +69,13 @@ def inspect_here() -> None:
 
 
 class WarmServer:
-    """``PROGRAM serve WORDS``, as a ``Popen`` of it; the program is kvrecall or vllm."""
+    """A command of kvrecall or vllm, as a ``Popen`` of it."""
 
     def __init__(
-        self, program: str, words: Sequence[str], log: Path, environment: Mapping[str, str]
+        self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
     ) -> None:
-        self._process = CONTEXT.Process(
-            target=_serve, args=(program, list(words), str(log), dict(environment))
-        )
+        words = [Path(command[0]).name, *map(str, command[1:])]
+        self._process = CONTEXT.Process(target=_run, args=(words, str(log), dict(environment)))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -93,11 +92,14 @@ class WarmServer:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self._process.kill()
 
-def _serve(program: str, words: list[str], log: str, environment: Mapping[str, str]) -> None:
+
+def _run(words: list[str], log: str, environment: Mapping[str, str]) -> None:
     begin(log, environment)
-    sys.argv = [program, "serve", *words]
-    module = {"kvrecall": "kvrecall.cli", "vllm": "vllm.entrypoints.cli.main"}[program]
+    sys.argv = words
+    module = {"kvrecall": "kvrecall.cli", "vllm": "vllm.entrypoints.cli.main"}[words[0]]
     importlib.import_module(module).main()
 
 
