@@ -58,7 +58,7 @@ def pytest_configure_node(node: Any) -> None:
     """Engines of all workers are forked from one process, if whole rooms of them are tested."""
     asked = [] if node.config.option.keyword else [Path(arg) for arg in node.config.args]
     rooms = {"engines", "server", "router"}
-    if any(path.name == "tests" or rooms.intersection(path.parts) for path in asked):
+    if any(path == Path("tests") or rooms.intersection(path.parts) for path in asked):
         node.workerinput["warm"] = warm.share()
 
 
@@ -81,17 +81,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
-LONGEST = """server/test_serve pool/remote/test_mooncake router/test_engines
-engines/vllm/attention/test_offload engines/vllm/attention/test_engine test_cli
-simulate/test_replay pool/eviction/test_eviction engines/vllm/connector/test_groups
-engines/vllm/attention/test_reference_mode engines/vllm/connector/test_recall
-engines/vllm/connector/test_finer doctor/test_doctor engines/vllm/connector/test_events
-simulate/test_groups pool/test_hints server/test_serve_config engines/vllm/connector/test_audit
-gpu_check/test_gpu_check simulate/test_fleet attention/kernels/test_search
-engines/sglang/test_storage distribution/test_wheel engines/vllm/attention/test_pgvector
-pool/remote/test_objects pool/disk/test_crash pool/test_pool_machine
-engines/vllm/identity/test_variants engines/vllm/attention/test_kernels""".split()
-"""The files that take longest, in this order: more than ten seconds."""
+LONGEST = """engines/vllm/attention/test_engine pool/remote/test_mooncake server/test_serve
+router/test_engines engines/vllm/attention/test_offload test_cli simulate/test_replay
+pool/eviction/test_eviction engines/vllm/connector/test_groups
+engines/vllm/identity/test_families engines/vllm/connector/test_audit
+engines/vllm/connector/test_recall doctor/test_doctor engines/vllm/connector/test_miss
+engines/vllm/connector/test_finer engines/vllm/connector/test_events pool/remote/test_objects
+simulate/test_groups pool/test_hints server/test_serve_config gpu_check/test_gpu_check
+engines/vllm/attention/test_reference_mode engines/sglang/test_storage
+attention/kernels/test_search distribution/test_wheel pool/disk/test_crash
+pool/test_pool_machine engines/vllm/identity/test_variants
+engines/vllm/attention/test_kernels""".split()
+"""The files that take longest: ten seconds or so. First a forked engine, whose look at its model's
+class is kept for servers that are not."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
