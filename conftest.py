@@ -13,7 +13,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import warm
 
 # Otherwise each of some two hundred commands that tests start compiles kvrecall's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -42,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("kvrecall")
     worker = getattr(config, "workerinput", {})
     if "warm" in worker:
+        from support import warm  # which is found only now
+
         warm.join(worker["warm"])
     if worker.get("workerid", "gw0") != "gw0":
         config.args = [part for arg in reversed(config.args) for part in _backwards(arg)]
@@ -59,6 +60,8 @@ def pytest_configure_node(node: Any) -> None:
     asked = [] if node.config.option.keyword else [Path(arg) for arg in node.config.args]
     rooms = {"engines", "server", "router"}
     if any(path == Path("tests") or rooms.intersection(path.parts) for path in asked):
+        from support import warm
+
         node.workerinput["warm"] = warm.share()
 
 
@@ -70,6 +73,8 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     if "vllm" in sys.modules:
+        from support import warm
+
         warm.inspect_here()
     return found
 
