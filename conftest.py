@@ -39,6 +39,30 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=bool(config.getoption("markexpr")),
     )
     hypothesis.settings.load_profile("kvrecall")
+    worker = getattr(config, "workerinput", {})
+    if "warm" in worker:
+        from support import warm  # which is found only now
+
+        warm.join(worker["warm"])
+    if worker.get("workerid", "gw0") != "gw0":
+        config.args = [part for arg in reversed(config.args) for part in _backwards(arg)]
+
+
+def _backwards(arg: str) -> list[str]:
+    """What a folder holds, from its end: two workers of a fresh clone compile other files first."""
+    parts = sorted(Path(arg).iterdir(), reverse=True) if Path(arg).is_dir() else []
+    return [str(part) for part in parts if part.is_dir() or part.match("test_*.py")] or [arg]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Engines of all workers are forked from one process, if whole rooms of them are tested."""
+    asked = [] if node.config.option.keyword else [Path(arg) for arg in node.config.args]
+    rooms = {"engines", "server", "router"}
+    if any(path == Path("tests") or rooms.intersection(path.parts) for path in asked):
+        from support import warm
+
+        node.workerinput["warm"] = warm.share()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,6 +72,10 @@ def pytest_collection() -> Generator[None, object, object]:
     found = yield
     gc.freeze()
     gc.enable()
+    if "vllm" in sys.modules:
+        from support import warm
+
+        warm.inspect_here()
     return found
 
 
@@ -58,17 +86,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
-LONGEST = """server/test_serve pool/remote/test_mooncake router/test_engines
-engines/vllm/attention/test_offload engines/vllm/attention/test_engine test_cli
-simulate/test_replay pool/eviction/test_eviction engines/vllm/connector/test_groups
-engines/vllm/attention/test_reference_mode engines/vllm/connector/test_recall
-engines/vllm/connector/test_finer doctor/test_doctor engines/vllm/connector/test_events
-simulate/test_groups pool/test_hints server/test_serve_config engines/vllm/connector/test_audit
-gpu_check/test_gpu_check simulate/test_fleet attention/kernels/test_search
-engines/sglang/test_storage distribution/test_wheel engines/vllm/attention/test_pgvector
-pool/remote/test_objects pool/disk/test_crash pool/test_pool_machine
-engines/vllm/identity/test_variants engines/vllm/attention/test_kernels""".split()
-"""The files that take longest, in this order: more than ten seconds."""
+LONGEST = """engines/vllm/attention/test_engine pool/remote/test_mooncake server/test_serve
+router/test_engines engines/vllm/attention/test_offload test_cli simulate/test_replay
+pool/eviction/test_eviction engines/vllm/connector/test_groups
+engines/vllm/identity/test_families engines/vllm/connector/test_audit
+engines/vllm/connector/test_recall doctor/test_doctor engines/vllm/connector/test_miss
+engines/vllm/connector/test_finer engines/vllm/connector/test_events pool/remote/test_objects
+simulate/test_groups pool/test_hints server/test_serve_config gpu_check/test_gpu_check
+engines/vllm/attention/test_reference_mode engines/sglang/test_storage
+attention/kernels/test_search distribution/test_wheel pool/disk/test_crash
+pool/test_pool_machine engines/vllm/identity/test_variants
+engines/vllm/attention/test_kernels""".split()
+"""The files that take longest: ten seconds or so. First a forked engine, whose look at its model's
+class is kept for servers that are not."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent / "tests"
     rank = {here / f"{name}.py": at for at, name in enumerate(LONGEST)}
     engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: rank.get(item.path, len(rank) + (item.path not in engines)))
+    last = len(rank)
+    items.sort(key=lambda item: (rank.get(item.path, last + (item.path not in engines)), item.path))
 
 
 @pytest.hookimpl(optionalhook=True)

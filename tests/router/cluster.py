@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 from server.live import KVRECALL, START_LIMIT_S, LiveServer
+from support.warm import WarmServer
 
 from kvrecall.processes.ports import free_port
 
@@ -56,21 +57,22 @@ def instance(
 
 
 class Router:
-    """``kvrecall router`` on a free port, or the one given."""
+    """``kvrecall router`` on a free port, or the one given; ``warm`` as of a ``LiveServer``."""
 
-    def __init__(self, folder: Path, words: list[str], port: int = 0) -> None:
+    def __init__(self, folder: Path, words: list[str], port: int = 0, warm: bool = True) -> None:
         self.port = port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         as_json = {"content-type": "application/json"}
         self.client = httpx.Client(base_url=self.url, timeout=120, headers=as_json)
         self._log = folder / f"router-{port}.log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [KVRECALL, "router", "--port", str(port), *words],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = [KVRECALL, "router", "--port", str(port), *words]
+        self.process: subprocess.Popen[bytes] | WarmServer
+        self._log.write_bytes(b"")
+        if warm:
+            self.process = WarmServer(command, self._log, os.environ)
+        else:
+            with self._log.open("wb") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         end = time.monotonic() + START_LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
             try:

@@ -58,7 +58,7 @@ class LiveServer:
         self.process: subprocess.Popen[bytes] | WarmServer
         if warm:
             self._log.write_bytes(b"")
-            self.process = WarmServer(Path(program[0]).name, words, self._log, surroundings)
+            self.process = WarmServer([*program, *words], self._log, surroundings)
             return
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -151,7 +151,7 @@ def test_everything_that_listens_has_a_row(tmp_path: Path) -> None:
         server = LiveServer(tmp_path, words, f"http://127.0.0.1:{api}", warm=True)
         stack.callback(server.close)
         server.wait_ready()
-        router = Router(tmp_path, ["--engine", server.url])
+        router = Router(tmp_path, ["--engine", server.url], warm=False)
         stack.callback(router.close)
         wait_until(socket.exists)
 

@@ -95,10 +95,10 @@ def test_lower_tiers_serve_what_the_host_lost() -> None:
     assert outcome.tiers[0].evicted > 0
 
 
-@pytest.mark.parametrize(("groups", "capacity"), [("full:12,window:128:12", 48_000),
-                                                  ("full:12,state:8192:38", 24_000)])  # fmt: skip
+@pytest.mark.parametrize(("groups", "capacity"), [("full:12,window:128:12", 24_000),
+                                                  ("full:12,state:8192:38", 12_000)])  # fmt: skip
 def test_hazard_beats_recency(groups: str, capacity: int) -> None:
-    trace = make_workload("document-qa", 1, hours=1.0)
+    trace = make_workload("document-qa", 1, hours=0.5)
     hits = {
         policy: replay(
             trace, [TierSpec("host", capacity)], policy, groups=parse_groups(groups)

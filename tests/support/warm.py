@@ -3,6 +3,7 @@ the time that an engine takes to start."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,25 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
      "vllm.model_executor.models.qwen3", "vllm.models.deepseek_v4", "vllm.model_executor.warmup",
-     "kvrecall.engines.vllm.serving.app", "kvrecall.server.application"]
+     "kvrecall.engines.vllm.serving.app", "kvrecall.server.application",
+     "kvrecall.engines.vllm.connector.connector", "kvrecall.engines.vllm.connector.worker",
+     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"]
 )  # fmt: skip
+
+
+def share() -> tuple[str | None, bytes | None]:
+    """Begins the imports, once for all workers of pytest-xdist, who ``join``."""
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)
+
+
+def join(shared: tuple[str | None, bytes | None]) -> None:
+    """Has processes forked from the one that another process shares, which outlives this one."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_authkey = shared
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def begin(log: str, environment: Mapping[str, str]) -> None:
@@ -27,6 +45,7 @@ def begin(log: str, environment: Mapping[str, str]) -> None:
     Its output goes to ``log``. Processes of its engine are forked from it."""
     import setproctitle  # of vLLM
 
+    gc.freeze()  # a collection would copy the memory of all that is imported
     os.setsid()
     with open(log, "a") as out:
         os.dup2(out.fileno(), 1)
@@ -38,17 +57,25 @@ def begin(log: str, environment: Mapping[str, str]) -> None:
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     _fork_and_not_spawn()
+    inspect_here()
+
+
+def inspect_here() -> None:
+    """Has vLLM look at a class of models where it is imported already. It would start a process
+    that imports it anew, for fifteen seconds of each class that this user never had."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 class WarmServer:
-    """``PROGRAM serve WORDS``, as a ``Popen`` of it; the program is kvrecall or vllm."""
+    """A command of kvrecall or vllm, as a ``Popen`` of it."""
 
     def __init__(
-        self, program: str, words: Sequence[str], log: Path, environment: Mapping[str, str]
+        self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
     ) -> None:
-        self._process = CONTEXT.Process(
-            target=_serve, args=(program, list(words), str(log), dict(environment))
-        )
+        words = [Path(command[0]).name, *map(str, command[1:])]
+        self._process = CONTEXT.Process(target=_run, args=(words, str(log), dict(environment)))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -65,11 +92,14 @@ class WarmServer:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self._process.kill()
 
-def _serve(program: str, words: list[str], log: str, environment: Mapping[str, str]) -> None:
+
+def _run(words: list[str], log: str, environment: Mapping[str, str]) -> None:
     begin(log, environment)
-    sys.argv = [program, "serve", *words]
-    module = {"kvrecall": "kvrecall.cli", "vllm": "vllm.entrypoints.cli.main"}[program]
+    sys.argv = words
+    module = {"kvrecall": "kvrecall.cli", "vllm": "vllm.entrypoints.cli.main"}[words[0]]
     importlib.import_module(module).main()
 
 

@@ -26,7 +26,6 @@ def main(orders: Connection, log: str, environment: Mapping[str, str]) -> None:
     begin(log, environment)
     sys.path.insert(0, str(Path(__file__).parent))  # modules of the tests, by their names alone
     setup = json.loads(orders.recv_bytes())
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here
     if "prelude" in setup:  # a module of the tests to be imported before an engine is made
         importlib.import_module(setup.pop("prelude"))
@@ -79,6 +78,7 @@ class Host:
             "block_size": 128,
             "disable_log_stats": False,
             "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 28,
             "prefix_caching_hash_algo": "sha256_cbor",
             "enable_prefix_caching": True,
             **setup,

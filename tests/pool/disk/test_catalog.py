@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -145,9 +146,10 @@ def test_anything_may_happen_before_the_owner_knows(
 
 
 def test_threads_may_change_blocks_while_the_owner_evicts() -> None:
-    bench = Bench()
+    bench, before = Bench(), sys.getswitchinterval()
     owner, ended = Changes(bench, random.Random(1)), threading.Event()
     failures: list[BaseException] = []
+    sys.setswitchinterval(0.001)  # five times as many turns find what a lock less would cost
 
     def change(seed: int) -> None:
         changes = Changes(bench, random.Random(seed))
@@ -161,10 +163,11 @@ def test_threads_may_change_blocks_while_the_owner_evicts() -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(500):
+        for _ in range(150):
             bench.clock.advance(0.1)
             owner.rng.choice(owner.of_the_owner)()
     finally:
+        sys.setswitchinterval(before)
         ended.set()
         for thread in threads:
             thread.join()

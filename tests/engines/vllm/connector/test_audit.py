@@ -362,7 +362,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(EVENTS, min_size=6, max_size=20), st.tuples(*[st.sampled_from([0, 0, 1])] * 3))
 def test_an_unseen_change_reaches_others_for_a_generation_at_most(
     events: list[Any], weights: tuple[int, int, int]

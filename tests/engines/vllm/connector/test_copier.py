@@ -746,7 +746,7 @@ def crossed(whole: dict[str, torch.Tensor], sharing: Sharing, stages: int = 1) -
     turns=st.integers(2, 4), width=st.integers(2, 9), layers=st.integers(1, 3),
     stages=st.sampled_from([1, 2, 4]),
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_record_is_the_same_whoever_holds_its_heads_and_tokens(
     heads: int, each: int, copies: int, contexts: int, run: int, turns: int, width: int,
     layers: int, stages: int,
