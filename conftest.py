@@ -44,14 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import warm  # which is found only now
 
         warm.join(worker["warm"])
-    if worker.get("workerid", "gw0") != "gw0":
+    others = worker.get("workerid", "gw0") != "gw0"
+    if others and all(Path(arg).is_dir() for arg in config.args):  # tests of one file keep theirs
         config.args = [part for arg in reversed(config.args) for part in _backwards(arg)]
 
 
-def _backwards(arg: str) -> list[str]:
-    """What a folder holds, from its end: two workers of a fresh clone compile other files first."""
-    parts = sorted(Path(arg).iterdir(), reverse=True) if Path(arg).is_dir() else []
-    return [str(part) for part in parts if part.is_dir() or part.match("test_*.py")] or [arg]
+def _backwards(folder: str) -> list[str]:
+    """What it holds, from its end: two workers of a fresh clone compile other files first."""
+    parts = sorted(Path(folder).iterdir(), reverse=True)
+    return [str(part) for part in parts if part.is_dir() or part.match("test_*.py")] or [folder]
 
 
 @pytest.hookimpl(optionalhook=True)
