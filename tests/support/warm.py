@@ -57,7 +57,8 @@ def begin(log: str, environment: Mapping[str, str]) -> None:
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     _fork_and_not_spawn()
-    inspect_here()
+    if "vllm" in sys.modules:  # what is imported before it may change it
+        inspect_here()
 
 
 def inspect_here() -> None:
