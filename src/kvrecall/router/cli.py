@@ -157,7 +157,7 @@ def _run(settings: RouterSettings, host: str, port: int) -> None:
     served = application(settings)
     gc.collect()
     gc.freeze()  # what is there for good is not looked through again, which took 20 ms each time
-    gc.set_threshold(10_000, 20, 100)  # requests leave few circles: a tenth of the processor
+    gc.set_threshold(10_000, 20, 100)  # whole replies leave no circles, so little is found
     uvicorn.run(
         served,
         host=host,

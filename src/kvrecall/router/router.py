@@ -113,7 +113,7 @@ class Completion:
     span: CompletionSpan | None = None
 
     def forget(self) -> None:
-        """An instance has begun to answer."""
+        """An instance has begun to answer, or none will be asked."""
         self.body, self.prompt = Body({}), None
         self.hold(-self.nbytes)
         self.nbytes = 0

@@ -167,8 +167,8 @@ class Upstream:
         headers: Mapping[str, str],
         limit_s: float = _LOOK_UP_S,
     ) -> InstanceReply:
-        """GET. Raises InstanceFailedError. ``limit_s``: for each step, connecting and waiting;
-        twice that for both."""
+        """GET. Raises InstanceFailedError. ``limit_s``: for the reply after its head, which has
+        twice as long from the connection on."""
         response = await self._send(instance, b"GET", path, headers, b"", 2 * limit_s)
         return await _whole(instance, response, limit_s, _SMALL)
 
