@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.hostile import bounded, fuzz, hostile, outcome
 
 from kvrecall.errors import ConfigError
+from kvrecall.router import bodies
 from kvrecall.router.addresses import address
 from kvrecall.router.bodies import Body, fields_of, value_of
 from kvrecall.router.fleet import Address, Instance
@@ -68,6 +69,38 @@ def test_a_body_of_many_fields_is_not_kept() -> None:
     content = b"{" + b",".join(b'"%x":0' % number for number in range(5000)) + b"}"
     with pytest.raises(ReplyError, match="more than 1024 fields"):
         Body.read(content)
+
+
+def fields(content: bytes) -> dict[str, bytes] | None:
+    try:
+        return {name: bytes(raw) for name, raw in Body.read(content).fields.items()}
+    except ReplyError:
+        return None
+
+
+PARTS = ["many words ", '"', "\\", "\n", "é", '": {', "}, [", "]"]
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+VALUES = TEXTS | st.lists(TEXTS, max_size=3) | st.dictionaries(TEXTS, TEXTS, max_size=2)
+
+
+@pytest.mark.parametrize("texts", ["any", "whole"])
+@fuzz()
+@given(st.data())
+def test_fields_are_the_same_whether_long_texts_are_parsed(texts: str, data: st.DataObject) -> None:
+    """``whole``: a damage that no text hides is seen either way, and a name that comes twice."""
+    drawn = data.draw(st.lists(st.tuples(TEXTS, VALUES), max_size=4))
+    pairs = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in drawn]
+    content = ("{" + ", ".join(pairs) + "}").encode()
+    if texts == "whole":
+        content = content.replace(b"\\", b"")
+        at = data.draw(st.integers(0, len(content)))
+        put = data.draw(st.sampled_from([b"", b'"', b"{", b"]", b":", b",", b'"a"']))
+        content = content[:at] + put + content[at + data.draw(st.integers(0, 2)) :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_LONG", len(content) + 1)
+        parsed = fields(content)
+        patch.setattr(bodies, "_LONG", data.draw(st.sampled_from([1, 3])))
+        assert fields(content) == parsed
 
 
 REPLIES = [

@@ -45,7 +45,9 @@ _SOURCES = ("device", "host", "disk", "remote")
 class TakingTurns(Fleet):
     """Round robin."""
 
-    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+    def ranked(
+        self, prompt: Prompt | None, among: Sequence[Instance], turn: int, most: int
+    ) -> list[Instance]:
         at = turn % max(1, len(among))
         return [one for one in (*among[at:], *among[:at]) if one.healthy]
 
@@ -53,7 +55,9 @@ class TakingTurns(Fleet):
 class LeastBusy(Fleet):
     """The fewest requests in flight; among equals, round-robin."""
 
-    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+    def ranked(
+        self, prompt: Prompt | None, among: Sequence[Instance], turn: int, most: int
+    ) -> list[Instance]:
         turns = {one: (place - turn) % len(among) for place, one in enumerate(among)}
         healthy = [one for one in among if one.healthy]
         return sorted(healthy, key=lambda one: (one.inflight, turns[one]))

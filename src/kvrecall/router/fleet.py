@@ -4,14 +4,17 @@ a prompt."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import heapq
 import itertools
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from xxhash import xxh3_64_intdigest
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import Role
@@ -251,37 +254,46 @@ class Fleet:
         healthy = [one for one in self.of_model(model, self.all) if one.healthy]
         return min(healthy, key=lambda one: (one.failed_probes, one.inflight), default=None)
 
-    def best_for_prefill(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
-        """The healthy prefill instances of a model, best first."""
+    def best_for_prefill(
+        self, prompt: Prompt | None, model: object = None, most: int = sys.maxsize
+    ) -> list[Instance]:
+        """The healthy prefill instances of a model, best first, at most so many."""
         among = self.of_model(model, self.prefill)
-        return self.ranked(prompt, among, next(self._prefill_turns))
+        return self.ranked(prompt, among, next(self._prefill_turns), most)
 
-    def best_for_decode(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
-        """The healthy decode instances of a model, best first, then the prefill instances as a
-        fallback."""
+    def best_for_decode(
+        self, prompt: Prompt | None, model: object = None, most: int = sys.maxsize
+    ) -> list[Instance]:
+        """The same of decode instances, then the prefill instances as a fallback."""
         turn = next(self._decode_turns)
-        decode, prefill = self.of_model(model, self.decode), self.of_model(model, self.prefill)
-        return self.ranked(prompt, decode, turn) + self.ranked(prompt, prefill, turn)
+        parts = (self.of_model(model, part) for part in (self.decode, self.prefill))
+        return [one for part in parts for one in self.ranked(prompt, part, turn, most)][:most]
 
-    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
-        """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
+    def ranked(
+        self, prompt: Prompt | None, among: Sequence[Instance], turn: int, most: int
+    ) -> list[Instance]:
+        """The healthy ones of some instances, best first, at most ``most``; ``turn``: the number of
+        the choice."""
         healthy = [instance for instance in among if instance.healthy]
         if not healthy:
             return []
         held = self.prefixes.held(prompt)
-        bound = min(one.inflight for one in healthy) + self._imbalance
-        head = bytes(prompt.prefixes[0]) if prompt is not None and prompt.prefixes else None
+        by_guess, of_nothing = prompt is None or prompt.ids is None, self.cost_of(prompt, {})
+        bound = min([one.inflight for one in healthy]) + self._imbalance
+        head = int.from_bytes(bytes(prompt.prefixes[0])[:8]) if prompt and prompt.prefixes else None
 
         ranks = []
         for place, one in enumerate(healthy):
             if head is None:
                 of_equals = (place - turn) % len(healthy)  # they take turns
             else:  # routers beside each other choose the same one
-                made = hashlib.blake2b(head + one.url.encode(), digest_size=8).digest()
-                of_equals = int.from_bytes(made)
-            cost = self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
+                of_equals = xxh3_64_intdigest(one.address.url.encode(), head)
+            cost = of_nothing
+            if not by_guess or one.bit in held:
+                cost = self.cost_of(prompt, self.expected(one, prompt, held))
+            cost += _WAITS * one.waiting
             ranks.append((one.inflight > bound, cost, one.inflight, of_equals, place))
-        return [healthy[rank[-1]] for rank in sorted(ranks)]
+        return [healthy[rank[-1]] for rank in heapq.nsmallest(most, ranks)]
 
     def cost_of(self, prompt: Prompt | None, expected: Expected) -> float:
         """The work until a prompt's first token, in tokens computed, at an instance that is

@@ -306,7 +306,7 @@ class Router:
         model = request.body.get("model")
         if self.fleet.new_tokens(prompt, model) < self._settings.prefill_min_tokens:
             return "short", {}
-        candidates = self.fleet.best_for_prefill(prompt, model)[: self._settings.retries + 1]
+        candidates = self.fleet.best_for_prefill(prompt, model, self._settings.retries + 1)
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels("prefill").inc()
@@ -336,8 +336,8 @@ class Router:
         instance, up to ``retries`` times."""
         began = time.monotonic()
         failure: InstanceFailedError | None = None
-        ranked = self.fleet.best_for_decode(request.prompt, request.body.get("model"))
-        candidates = ranked[: self._settings.retries + 1]
+        model, most = request.body.get("model"), self._settings.retries + 1
+        candidates = self.fleet.best_for_decode(request.prompt, model, most)
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels(instance.word).inc()
