@@ -71,7 +71,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> ASGI
     async def complete(request: Request) -> Response:
         """Sends a completion to a prefill instance, then to a decode instance."""
         path = str(request.scope["path"])
-        span = traces.begin(request.headers, path)
+        span = traces.begin(request)
         with contextlib.ExitStack() as held:
             if span is not None:
                 held.callback(span.end)

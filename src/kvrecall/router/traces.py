@@ -10,6 +10,7 @@ from kvrecall.traces import end_provider, headers_of, parent_of, provider_at
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
+    from starlette.requests import Request
 
 
 class CompletionSpan:
@@ -55,11 +56,12 @@ class RouterTraces:
     def __init__(self, endpoint: str | None) -> None:
         self._provider = None if endpoint is None else provider_at(endpoint, "router")
 
-    def begin(self, headers: Mapping[str, str], path: str) -> CompletionSpan | None:
+    def begin(self, request: Request) -> CompletionSpan | None:
         """A completion arrived; None where nothing is traced."""
         if self._provider is None:
             return None
-        return CompletionSpan(self._provider.get_tracer("kvrecall"), headers, path)
+        tracer = self._provider.get_tracer("kvrecall")
+        return CompletionSpan(tracer, request.headers, request.scope["path"])
 
     def close(self) -> None:
         """Sends the spans that have ended."""
