@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -176,13 +176,11 @@ class Fleet:
         ones are used once they answer a probe; the others get no further requests, and leave when
         those that they have are answered."""
         before = {(one.address, one.role): one for one in self.all}
-        taken = {one.bit for one in (*self.all, *self.leaving)}
         up = {one.url: one for one in self.all if one.healthy}
-        bits = (1 << place for place in itertools.count() if 1 << place not in taken)
 
         def made(role: Role, addresses: Sequence[Address]) -> tuple[Instance, ...]:
             known = [(one, before.pop((one, role), None)) for one in addresses]
-            return tuple(there or self._instance(one, role, bits) for one, there in known)
+            return tuple(there or self._instance(one, role) for one, there in known)
 
         self.prefill = made(Role.PREFILL, prefill)
         self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
@@ -198,10 +196,10 @@ class Fleet:
         followed = (one for each in self.all for one in (*each.engine, *each.pool))
         self._subscriptions.keep({one.publisher for one in followed})
 
-    def _instance(self, address: Address, role: Role, bits: Iterator[int]) -> Instance:
-        follow = self._subscriptions.follow
+    def _instance(self, address: Address, role: Role) -> Instance:
+        follow, bit = self._subscriptions.follow, self.prefixes.holder()
         pool = () if address.pool is None else (follow(address.pool),)
-        return Instance(address, role, next(bits), tuple(map(follow, address.events)), pool)
+        return Instance(address, role, bit, tuple(map(follow, address.events)), pool)
 
     @property
     def all(self) -> tuple[Instance, ...]:
@@ -381,7 +379,9 @@ class Fleet:
         """Marks ``instance`` as down and forgets what it was sent."""
         if instance.healthy:
             instance.healthy = False
-            self.prefixes.forget(instance.bit)
+            if not instance.leaves:
+                self.prefixes.forget(instance.bit)
+                instance.bit = self.prefixes.holder()
             for one in instance.engine:
                 one.holdings.forget_sent()
             log.warning("%s instance %s is down: %s", instance.role, instance.url, why)

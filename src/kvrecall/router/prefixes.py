@@ -32,6 +32,7 @@ what follows 14 MB does not change where it goes."""
 _KEY = secrets.randbits(64)
 _MOST_BLOCKS = 16384  # of a prompt, likewise
 _REMEMBERED = 200_000
+_MOST_GONE = 256
 _SHAPING = (
     "model cache_salt tools documents chat_template chat_template_kwargs system instructions "
     "reasoning_effort mm_processor_kwargs"
@@ -210,13 +211,22 @@ def _end(lengths: dict[int, int], mask: int, count: int) -> None:
 class PrefixMap:
     """Prefix hash -> its holders, a bit each. Forgets the least recently used prefixes."""
 
-    def __init__(self, remembered: int = _REMEMBERED) -> None:
+    def __init__(self, remembered: int = _REMEMBERED, most_gone: int = _MOST_GONE) -> None:
         self._masks: OrderedDict[bytes | int, int] = OrderedDict()
         self._last: tuple[Prompt | None, dict[int, int]] = (None, {})
-        self._remembered = remembered
+        self._remembered, self._most_gone = remembered, most_gone
+        self._bits, self._free = 0, list[int]()
+        self._gone: list[int] = []  # that entries may have
 
     def __len__(self) -> int:
         return len(self._masks)
+
+    def holder(self) -> int:
+        """The bit of a new holder."""
+        if self._free:
+            return self._free.pop()
+        self._bits += 1
+        return 1 << self._bits
 
     def note(self, prompt: Prompt | None, bit: int) -> None:
         """Notes that the holder ``bit`` has all of ``prompt``."""
@@ -250,7 +260,13 @@ class PrefixMap:
         return lengths
 
     def forget(self, bit: int) -> None:
-        """Forgets all prefixes of a holder."""
+        """Forgets all prefixes of a holder, whose bit is another one's later: entries are cleared
+        of 256 at a time, which takes .2 s."""
         self._last = (None, {})
-        kept = ((digest, mask & ~bit) for digest, mask in self._masks.items())
+        self._gone.append(bit)
+        if len(self._gone) < self._most_gone:
+            return
+        gone = sum(self._gone)
+        kept = ((digest, mask & ~gone) for digest, mask in self._masks.items())
         self._masks = OrderedDict((digest, mask) for digest, mask in kept if mask)
+        self._free, self._gone = self._free + self._gone, []
