@@ -237,9 +237,11 @@ def test_hashes_are_vllms(
 ) -> None:
     if algorithm.startswith("xxhash"):  # known to others if the seed is set
         monkeypatch.setenv("PYTHONHASHSEED", "7")
-    tokens = random.Random(1).choices(range(200_000), k=100)
-    chain = HashRule(algorithm, 16).chain(tokens, salt)
-    assert list(chain) == vllm_hashes(algorithm, tokens, 16, salt)
+    tokens = random.Random(1).choices(range(200_000), k=2500)
+    rule, theirs = HashRule(algorithm, 16), vllm_hashes(algorithm, tokens, 16, salt)
+    for count in (100, 1024, 2500, 2500):  # what is kept of them, and what is not
+        assert list(rule.chain(tokens[:count], salt)) == theirs[: count // 16]
+    assert rule.chain([*tokens[:2000], 1 << 64], salt) == tuple(theirs[:64])
 
 
 def test_a_rule_is_found_from_one_block() -> None:

@@ -7,9 +7,12 @@ import random
 import msgspec
 import pytest
 from events.test_holdings import MEDIA, Json, removed, stored
+from hypothesis import given
+from hypothesis import strategies as st
+from support.hostile import fuzz
 
 from kvrecall.block import TierName
-from kvrecall.events.holdings import HashRule
+from kvrecall.events.holdings import HashRule, tier_of
 from kvrecall.events.subscriber import (
     BatchOutcome,
     EventReader,
@@ -116,6 +119,43 @@ def test_a_shared_store_is_known_to_all_that_use_it() -> None:
     first, second, third = all_.all
     assert all_.expected(first, prompt) == all_.expected(second, prompt) == {TierName.REMOTE: 160}
     assert all_.expected(third, prompt) == {}
+
+
+@fuzz(100)
+@given(st.randoms(use_true_random=False))
+def test_what_is_expected_is_what_each_block_says(draw: random.Random) -> None:
+    """Of one that has not the first block, only what the store has counts."""
+    all_, readers = fleet(3, pool=True)
+    prompt = ask(170)
+    chain = list(prompt.chain(RULE) or ())
+    stores = [{"locality": "REMOTE", "ownership": f"store-{number}"} for number in range(2)]
+    for reader in readers:
+        for _ in range(draw.randrange(4)):
+            some = chain[draw.choice([0, 0, 1, 4]) : draw.choice([2, 6, 10])]
+            medium = draw.choice(["GPU", "CPU", "STORAGE"])
+            say(reader, stored(medium, some) | (draw.choice(stores) if medium == "STORAGE" else {}))
+    if draw.random() < 0.5:
+        all_.sent(all_.all[0], draw.choice([prompt, ask(90, seed=1)]))
+    following = [one.holdings for one in all_._subscriptions.of.values()]
+    shared = all_._shared()
+    for instance in all_.all:
+        own = instance.holdings
+        has_first = any(one.mask(chain[0]) for one in own)
+        mine = {name for one in own for name in one.stores}
+        others = [one for one in following if one.stores & mine]
+        count = dict.fromkeys(TierName, 0)
+        for block in chain:
+            mask = 0
+            for one in own if has_first else ():
+                mask |= one.mask(block)
+            if not mask and any(one.mask(block) & 8 for one in others):
+                mask = 8
+            if not mask:
+                break
+            count[tier_of(mask) or TierName.REMOTE] += 16
+        expected = {tier: tokens for tier, tokens in count.items() if tokens}
+        assert all_.expected(instance, prompt) == expected
+        assert all_.expected(instance, prompt, shared) == expected
 
 
 def test_what_was_just_sent_is_expected_until_events_speak() -> None:

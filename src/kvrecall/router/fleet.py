@@ -4,13 +4,15 @@ a prompt."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import itertools
 import logging
+import operator
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -101,7 +103,10 @@ class Instance:
     @property
     def rule(self) -> HashRule | None:
         """How it hashes blocks, None as long as that is not known."""
-        return next((one.holdings.rule for one in self.engine if one.holdings.rule), None)
+        for one in self.engine:
+            if one.holdings.rule is not None:
+                return one.holdings.rule
+        return None
 
     @property
     def holdings(self) -> list[Holdings]:
@@ -134,6 +139,32 @@ class Instance:
             has_other = others is None or any(one.healthy for one in others)
             if has_other and not call.expired():
                 call.reschedule(0)
+
+
+class _Shared:
+    """What one choice has asked of the stores that instances share, by the stores' names.
+
+    ``alone``: what an instance recalls of the prompt that has nothing else, blocks by tier.
+    """
+
+    def __init__(self, publishers: Iterable[Holdings]) -> None:
+        self.alone: dict[frozenset[str], Mapping[TierName, int]] = {}
+        self._all = [one for one in publishers if one.stores]
+        self._of: dict[frozenset[str], list[Holdings]] = {}
+        self._has: dict[tuple[frozenset[str], BlockHash], bool] = {}
+
+    def has(self, stores: frozenset[str], block: BlockHash) -> bool:
+        """Whether any publisher put ``block`` into any of ``stores``."""
+        known = self._has.get((stores, block))
+        if known is None:
+            if stores not in self._of:
+                self._of[stores] = [one for one in self._all if stores & one.stores]
+            of = self._of[stores]
+            place = next((at for at, one in enumerate(of) if one.mask(block) & REMOTE), None)
+            if place:  # what put this there put what follows, as a rule
+                of[0], of[place] = of[place], of[0]
+            known = self._has[stores, block] = place is not None
+        return known
 
 
 Expected = Mapping[TierName, int]
@@ -233,7 +264,7 @@ class Fleet:
         """How the healthy instances hash blocks, as far as that is known."""
         if not self._subscriptions.of:
             return set()  # where none publishes, none is asked
-        return {one.rule for one in self.all if one.healthy and one.rule}
+        return {rule for one in self.all if one.healthy and (rule := one.rule)}
 
     @property
     def models(self) -> frozenset[str]:
@@ -275,7 +306,7 @@ class Fleet:
         healthy = [instance for instance in among if instance.healthy]
         if not healthy:
             return []
-        held = self.prefixes.held(prompt)
+        held, shared = self.prefixes.held(prompt), self._shared()
         by_guess, of_nothing = prompt is None or prompt.ids is None, self.cost_of(prompt, {})
         bound = min([one.inflight for one in healthy]) + self._imbalance
         head = int.from_bytes(bytes(prompt.prefixes[0])[:8]) if prompt and prompt.prefixes else None
@@ -288,7 +319,7 @@ class Fleet:
                 of_equals = xxh3_64_intdigest(one.address.url.encode(), head)
             cost = of_nothing
             if not by_guess or one.bit in held:
-                cost = self.cost_of(prompt, self.expected(one, prompt, held))
+                cost = self.cost_of(prompt, self.expected(one, prompt, shared))
             cost += _WAITS * one.waiting
             ranks.append((one.inflight > bound, cost, one.inflight, of_equals, place))
         return [healthy[rank[-1]] for rank in heapq.nsmallest(most, ranks)]
@@ -302,53 +333,55 @@ class Fleet:
         return new + sum(COST[tier] * count for tier, count in expected.items())
 
     def expected(
-        self, instance: Instance, prompt: Prompt | None, held: Mapping[int, int] | None = None
+        self, instance: Instance, prompt: Prompt | None, shared: _Shared | None = None
     ) -> Expected:
         """What ``instance`` recalls of a prompt: as its events say, or, where there are none, if it
-        still has everything that it was sent. ``held``: what the prefix map says of the prompt."""
+        still has everything that it was sent. ``shared``: what the same choice has asked before."""
         if prompt is None:
             return {}
-        chain = None if prompt.ids is None else prompt.chain(instance.rule)
-        if chain is None:
-            held = self.prefixes.held(prompt) if held is None else held
-            count = held.get(instance.bit)
+        rule = None if prompt.ids is None else instance.rule
+        chain = prompt.chain(rule)
+        if rule is None or chain is None:
+            count = self.prefixes.held(prompt).get(instance.bit)
             return {TierName.DEVICE: prompt.tokens_of(count)} if count else {}
-        assert instance.rule is not None
-        return {
-            tier: blocks * instance.rule.block_size
-            for tier, blocks in self._tiers(instance, chain).items()
-        }
+        blocks = self._blocks(instance, chain, shared or self._shared()) if chain else {}
+        return {tier: count * rule.block_size for tier, count in blocks.items()}
 
-    def _tiers(self, instance: Instance, chain: Sequence[BlockHash]) -> Counter[TierName]:
-        """Blocks by tier of the longest prefix of ``chain`` that ``instance`` can recall. What
-        another instance put into a store that both have, it finds there, too."""
-        own = instance.holdings
-        stores = set().union(*(one.stores for one in own))
-        others = [
-            one.holdings
-            for one in (self._subscriptions.of.values() if stores else ())
-            if stores & one.holdings.stores and one.holdings not in own
-        ]
-        now = self._clock()
-        found: Counter[TierName] = Counter()
-        for block in chain:
-            mask = 0
-            for one in own:
-                mask |= one.mask(block, now)
-            if not mask:
-                for one in others:
-                    mask |= one.mask(block) & REMOTE
-            tier = tier_of(mask)
-            if tier is None:
+    def _shared(self) -> _Shared:
+        return _Shared([one.holdings for one in self._subscriptions.of.values()])
+
+    def _blocks(
+        self, instance: Instance, chain: Sequence[BlockHash], shared: _Shared
+    ) -> Mapping[TierName, int]:
+        """By tier, of the longest prefix of ``chain`` that ``instance`` can recall. What another
+        instance put into a store that both have, it finds there, too. One that does not have the
+        first block has no others: engines and pools evict those behind it first."""
+        own, now = instance.holdings, self._clock()
+        stores = frozenset[str]().union(*[one.stores for one in own if one.stores])
+        masks: Iterable[int] = itertools.repeat(0)
+        has_any = any(one.mask(chain[0], now) for one in own)
+        if has_any:
+            rows = (one.masks(chain, now) for one in own)
+            masks = functools.reduce(lambda some, more: list(map(operator.or_, some, more)), rows)
+        elif stores in shared.alone or not stores:
+            return shared.alone.get(stores, {})
+        found: Counter[int] = Counter()
+        for block, mask in zip(chain, masks, strict=False):
+            if not mask and not (stores and shared.has(stores, block)):
                 break
-            found[tier] += 1
-        return found
+            found[mask or REMOTE] += 1
+        blocks: Counter[TierName] = Counter()
+        for mask, count in found.items():
+            if tier := tier_of(mask):
+                blocks[tier] += count
+        if not has_any:
+            shared.alone[stores] = blocks
+        return blocks
 
     def new_tokens(self, prompt: Prompt, model: object = None) -> float:
         """Tokens of a prompt that no instance of a model is known to hold."""
-        among = self.of_model(model, self.all)
-        held = self.prefixes.held(prompt)
-        recalled = (sum(self.expected(one, prompt, held).values()) for one in among)
+        among, shared = self.of_model(model, self.all), self._shared()
+        recalled = (sum(self.expected(one, prompt, shared).values()) for one in among)
         return prompt.tokens - max(recalled, default=0)
 
     def sent(self, instance: Instance, prompt: Prompt | None) -> None:
