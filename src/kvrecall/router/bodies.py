@@ -33,6 +33,7 @@ _MARK = secrets.token_hex(8).encode() + b"%d_"
 _MARKS = re.compile(_MARK.replace(b"%d", rb"(\d+)"))
 _BACKSLASH = ord("\\")
 _LONG = 4096  # bytes of text that are worth leaving out
+_LOOKS = 32  # for one, before others are short as well
 _BAD = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _thread = ThreadPoolExecutor(1, thread_name_prefix="kvrecall-bodies")
 
@@ -65,9 +66,9 @@ def _split(content: bytes) -> dict[str, Raw]:
     kept: list[bytes] = []
     size = done = 0
     quote = content.find(b'"')
-    for _ in range(len(content) // _LONG):
+    for looked in range(4 * len(content) // _LONG):
         begin, quote = quote + 1, content.find(b'"', quote + 1)
-        if quote < 0:
+        if quote < 0 or (looked > _LOOKS and 2 * size < quote):
             break
         end = quote - (content[quote - 1] == _BACKSLASH)
         if end - begin > _LONG:
@@ -75,7 +76,7 @@ def _split(content: bytes) -> dict[str, Raw]:
             left_out.append((begin, end))
             done, size = end, size + end - begin
     if 2 * size > len(content):
-        with contextlib.suppress(*_BAD):  # whose error would tell of another place
+        with contextlib.suppress(*_BAD, IndexError):  # which would tell of another place
             fields = _FIELDS.decode(b"".join((*kept, content[done:])))
             found = 0
             for name, raw in fields.items():
