@@ -81,7 +81,7 @@ _MAKE: Mapping[str, Kind] = {
 _SERVING: Mapping[str, Kind] = {
     "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
-    "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
+    "kvrecall why": Elsewhere("tests/server/test_serve.py", 'ran(KVRECALL, "why", '),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(
