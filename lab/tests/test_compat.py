@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from lab_commands import lab
 
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS, Fit, fit_of
-from kvrecall.processes.command import as_child
 from kvrecall_lab.compat import wheels
 from kvrecall_lab.compat.parts import PARTS, read_report, repository
 from kvrecall_lab.compat.wheels import RELEASES
@@ -85,16 +85,11 @@ def test_modules_are_borrowed_from_an_environment_that_moves(tmp_path: Path) -> 
     assert module.read_text() == "compiled"
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = as_child(sys.executable, "-m", "kvrecall_lab.compat", *words)
-    return subprocess.run(command, capture_output=True, text=True, timeout=1700)
-
-
 @pytest.mark.engine
 @pytest.mark.longest
 @pytest.mark.timeout(1800)
 def test_the_command_ends_with_its_line() -> None:
-    done = run("--version", BUILT_ON, "--part", "retrieval")
+    done = lab("compat", "--version", BUILT_ON, "--part", "retrieval", timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found[BUILT_ON]["retrieval"] is True

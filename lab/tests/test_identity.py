@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab_commands import lab
 
 from kvrecall.bench.model import WEIGHTS
-from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer
 from kvrecall_lab.identity.engines import Life, Reply
 from kvrecall_lab.identity.pairs import EQUAL, OTHER, PAIRS, Kv
@@ -97,16 +95,11 @@ def test_a_folder_is_overwritten_without_a_trace_in_size_and_time(tmp_path: Path
     assert (place / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = as_child(sys.executable, "-m", "kvrecall_lab.identity", *words)
-    return subprocess.run(command, capture_output=True, text=True, timeout=580)
-
-
 @pytest.mark.engine
 @pytest.mark.longest
 def test_one_pair_of_each_kind() -> None:
     """The same engine twice shares blocks; without identity, the audit detects another matrix."""
-    done = run("--only", "restart", "--only", "audit-matrix")
+    done = lab("identity", "--only", "restart", "--only", "audit-matrix")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert list(line)[:3] == ["pairs", "wrong", "shared_where_equal"]

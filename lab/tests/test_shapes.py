@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lab_commands import lab
 
-from kvrecall.processes.command import as_child
 from kvrecall_lab.bench.misses import differing
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.kv import joined
@@ -105,15 +103,10 @@ def test_the_processor_is_asked(
     assert "kernel" not in differing("weights") + differing("settings")
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = as_child(sys.executable, "-m", "kvrecall_lab.shapes", *words)
-    return subprocess.run(command, capture_output=True, text=True, timeout=580)
-
-
 @pytest.mark.engine
 @pytest.mark.longest
 def test_the_command_ends_with_its_rows() -> None:
-    done = run("--model", "gpt-oss", "--tier", "disk")
+    done = lab("shapes", "--model", "gpt-oss", "--tier", "disk")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["ok"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab_commands import lab
 
-from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.host import STATES
 from kvrecall_lab.stress.mix import BLOCK, LONGEST, Order, mix
@@ -61,8 +59,7 @@ def test_a_mix_has_everything_and_fits() -> None:
 def test_a_short_run_is_clean() -> None:
     """With copies that are late, as on an accelerator."""
     words = ("--requests", "150", "--seed", "1", "--device", "late")
-    command = as_child(sys.executable, "-m", "kvrecall_lab.stress", *words)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    done = lab("stress", *words)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert (line["requests"], line["wrong"], line["stuck"], line["leaks"]) == (150, 0, 0, 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pool.remote.mooncake import needs_mooncake
 from server.live import LiveServer
+from support.commands import ran
 
 from kvrecall.demo.cli import request
 from kvrecall.processes.ports import free_port
@@ -28,12 +28,7 @@ pytestmark = [
 
 def played(target: str) -> dict[str, Any]:
     """The demo's result."""
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), target, "DEMO=--characters 9000 --json"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = ran("make", "-C", ROOT, target, "DEMO=--characters 9000 --json", timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     told = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
     summary: dict[str, Any] = json.loads(told)
@@ -71,7 +66,7 @@ def test_readmes_hit_after_a_restart_is_kvrecalls(tmp_path: Path) -> None:
         try:
             server.wait_ready()
             wait_until(lambda log=server: command in log.log)
-            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+            done = ran("bash", "-c", command)
             assert '"recall":{"device":0,' in done.stdout
             if turn == 1:
                 assert '"disk":768,"remote":0,"computed":132' in done.stdout

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.commands import ran
 
 pytest.importorskip("hatchling")
 
@@ -31,13 +32,7 @@ NOT_ASKED_FOR = (
 
 def build(kind: str, source: Path, into: Path) -> Path:
     """Builds ``kind`` of the project in ``source``, without a network."""
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, kind, str(into)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(sys.executable, "-c", BUILD, kind, into, cwd=source)
     assert done.returncode == 0, done.stderr
     return into / done.stdout.strip().splitlines()[-1]
 
@@ -82,14 +77,8 @@ def run(installed: Path, *words: str, status: int = 0) -> str:
     """What a command of the installed wheel prints; run outside of the repository."""
     path = os.pathsep.join(str(installed / name) for name in ("absent", "site"))
     environment = {"PATH": os.environ["PATH"], "HOME": str(installed), "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=installed,
-        env=environment | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment |= {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(installed)}
+    done = ran(sys.executable, *words, cwd=installed, env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -241,14 +230,10 @@ def test_it_builds_as_the_index_takes_it_and_installs_into_empty_environments(
 def test_the_demo_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Without the repository and its model: it writes one of random weights."""
     pytest.importorskip("vllm")
-    program = str(installed / "site" / "bin" / "kvrecall")
-    done = subprocess.run(
-        [sys.executable, program, "demo", "--characters", "4000", "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed / "site")},
-        capture_output=True,
-        text=True,
-    )
+    program = installed / "site" / "bin" / "kvrecall"
+    words = (program, "demo", "--characters", "4000", "--json")
+    environment = {**os.environ, "PYTHONPATH": str(installed / "site")}
+    done = ran(sys.executable, *words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = done.stdout.splitlines()
     told = json.loads(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import configs
+from support.commands import ran
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
@@ -373,13 +373,8 @@ def test_vllm_makes_the_same_groups(tmp_path: Path) -> None:
     """Of each model as published (its layers on torch's meta device), at ``--block-size`` 64."""
     shapes = {name: shape_of(tmp_path / name, text_model(name)) for name in COMPARED}
     root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "plan.vllm_groups", *(str(tmp_path / name) for name in COMPARED)],
-        cwd=root,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-    )
+    command = (sys.executable, "-m", "plan.vllm_groups", *(tmp_path / name for name in COMPARED))
+    done = ran(*command, cwd=root, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"})
     mark = vllm_groups.MARK
     lines = [line for line in done.stdout.splitlines() if line.startswith(mark)]
     assert len(lines) == len(COMPARED), done.stderr[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -130,13 +131,11 @@ def test_a_reader_knows_what_the_pool_holds(
 def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> None:
     """Also while all is reported for the first time, and several at once; a sweep that has not
     begun is not repeated."""
-    with open_pool(tmp_path) as pool:
-        engine = Engine(pool)
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         ours, theirs = CHAINS[0], OF_OTHER[0]
         engine.save(ours)
         engine.save(theirs)
         assert pool.flush(ours + theirs, 10.0)
-        engine.close()
         log = ChangeLog(pool.sweep)
 
         def told() -> list[BlockKey]:
@@ -162,8 +161,7 @@ def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> 
 
 def test_each_removal_has_its_cause() -> None:
     rules = TenantRules(TenantTerms(), {tenant_of("ann"): TenantTerms(host=Amount(2 * SLOT_BYTES))})
-    with open_pool(None, 8, PoolTerms(tenants=rules)) as pool:
-        engine = Engine(pool)
+    with open_pool(None, 8, PoolTerms(tenants=rules)) as pool, closing(Engine(pool)) as engine:
         reader = Reader(pool, 1000)
         steps = [
             ([lambda: engine.save(CHAINS[0]), lambda: engine.save(CHAINS[1][:2])], Cause.CAPACITY),
@@ -178,12 +176,10 @@ def test_each_removal_has_its_cause() -> None:
             assert reader.read_all() == held(pool)
             assert set(reader.causes) == {(TierName.HOST, cause)}
             reader.causes.clear()
-        engine.close()
 
 
 def test_a_log_that_is_not_read_is_bounded_and_says_so() -> None:
-    with open_pool(None, 64) as pool:
-        engine = Engine(pool)
+    with open_pool(None, 64) as pool, closing(Engine(pool)) as engine:
         reader = Reader(pool, 10)
         for turn in (1, 2):
             pool.clear()
@@ -194,15 +190,12 @@ def test_a_log_that_is_not_read_is_bounded_and_says_so() -> None:
         assert reader.log.restarts == 1
         assert reader.read_all() == held(pool)
         assert len(reader.held) == 48
-        engine.close()
 
 
 def test_a_reopened_folder_is_reported(tmp_path: Path) -> None:
-    with open_pool(tmp_path) as pool:
-        engine = Engine(pool)
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         engine.save(CHAINS[0])
         assert pool.flush(CHAINS[0], 60.0)
-        engine.close()
     with open_pool(tmp_path) as pool:
         reader = Reader(pool, 1000)
         wait_until(lambda: reader.read_all() == held(pool) and len(reader.held) == 8)

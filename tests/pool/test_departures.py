@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,20 +63,17 @@ def test_the_latest_departures_are_remembered_and_no_more(names: Names) -> None:
 
 def test_a_name_is_shared_with_the_policys_memory() -> None:
     """hazard remembers an evicted block, too: it has one number."""
-    with open_pool(policy="hazard") as pool:
-        engine = Engine(pool)
+    with open_pool(policy="hazard") as pool, closing(Engine(pool)) as engine:
         for start in range(0, 64, 16):
             pool.touch(KEYS[start : start + 16])
             engine.save(KEYS[start : start + 16])
         names = pool._host._names
         assert len(names) == len(KEYS)
         assert engine.why(KEYS[0]).cause == Cause.CAPACITY
-        engine.close()
 
 
 def test_the_last_tier_that_a_block_left_is_named(tmp_path: Path) -> None:
-    with open_pool(tmp_path) as pool:
-        engine = Engine(pool)
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         engine.save(KEYS[:8])
         assert pool.flush(KEYS[:8], 60.0)
         wait_until(lambda: pool.stats().queued_writes == 0)  # a moment after they are durable
@@ -88,12 +86,10 @@ def test_the_last_tier_that_a_block_left_is_named(tmp_path: Path) -> None:
         assert (left.tier, left.cause) == (TierName.DISK, Cause.DROPPED)
         pool.clear()
         assert engine.why(KEYS[8]).cause == Cause.CLEARED
-        engine.close()
 
 
 def test_a_damaged_block_is_gone_as_damaged(tmp_path: Path) -> None:
-    with open_pool(tmp_path) as pool:
-        engine = Engine(pool)
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         engine.save(KEYS[:4])
         assert pool.flush(KEYS[:4], 60.0)
         wait_until(lambda: pool.stats().queued_writes == 0)  # a moment after they are durable
@@ -106,13 +102,11 @@ def test_a_damaged_block_is_gone_as_damaged(tmp_path: Path) -> None:
                     file.write(b"\xff\x00\xff")
         assert engine.recall(KEYS[:4]) == ()
         assert engine.why(KEYS[0]).cause == Cause.CORRUPT
-        engine.close()
 
 
 def test_a_quota_and_a_policy_refuse() -> None:
     rules = TenantRules(TenantTerms(host=Amount(4 * SLOT_BYTES)))
-    with open_pool(tenants=rules) as pool:
-        engine = Engine(pool)
+    with open_pool(tenants=rules) as pool, closing(Engine(pool)) as engine:
         engine.save(KEYS[:4])
         ticket = pool.acquire(KEYS[:4], 60.0)
         engine.save(KEYS[10:11])
@@ -122,28 +116,23 @@ def test_a_quota_and_a_policy_refuse() -> None:
         pool.release(ticket)
         engine.save(KEYS[11:13])
         assert engine.why(KEYS[3]).cause == Cause.QUOTA
-        engine.close()
 
 
 def test_another_namespace_is_told_by_what_differs(tmp_path: Path) -> None:
     other = Namespace.of({"model": "model", "weights": "others", "kv_dtype": "fp8"})
     own = Namespace.of({"model": "model", "weights": "ours"})
-    with open_pool(tmp_path) as pool:
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         pool.register(other, BLOCK_BYTES)
-        engine = Engine(pool)
         theirs = chain(other, 2)
         engine.save(theirs)
         assert pool.flush(theirs, 60.0)
-        engine.close()
-    with open_pool(tmp_path) as pool:
+    with open_pool(tmp_path) as pool, closing(Engine(pool)) as engine:
         pool.register(own, BLOCK_BYTES)
         wait_until(lambda: pool.find(theirs).blocks == 2)
-        engine = Engine(pool)
         found = engine.why(chain(own, 2)[1])
         assert (found.presence, found.tier) == (Presence.ELSEWHERE, TierName.DISK)
         assert found.fields == ("kv_dtype", "weights")
         assert engine.why(chain(own, 3)[2]).presence is Presence.UNKNOWN
-        engine.close()
 
 
 def test_a_store_that_does_not_answer_is_away() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,9 @@ def test_hanging_blocks_keep_their_parents_and_depths_through_a_restart(tmp_path
     config = PoolConfig(64 * SLOT_BYTES, DiskConfig(tmp_path, 64 << 20))
     places = {hanging[0]: (keys[1], 2), hanging[1]: (keys[5], 6), hanging[2]: (keys[5], 6)}
     for boot in range(2):
-        with Pool.open(config) as pool:
+        with Pool.open(config) as pool, closing(Engine(pool)) as engine:
             for name in (NAMESPACE, windows):
                 pool.register(name, BLOCK_BYTES)
-            engine = Engine(pool)
             if boot == 0:
                 engine.save(keys)
                 engine.save(hanging, parents=[keys[1], keys[5], keys[5]])
@@ -59,7 +59,6 @@ def test_hanging_blocks_keep_their_parents_and_depths_through_a_restart(tmp_path
             for key, place in places.items():
                 assert (blocks[key].parent, blocks[key].depth) == place
             assert [blocks[key].parent for key in keys] == [None, *keys[:-1]]
-            engine.close()
 
 
 def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
@@ -67,9 +66,8 @@ def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
 ) -> None:
     """Only the chain of the block that it does not admit."""
     one, two, full = (chain(NAMESPACE, 3, name) for name in ("one", "two", "full"))
-    with Pool.open(PoolConfig(6 * SLOT_BYTES)) as pool:
+    with Pool.open(PoolConfig(6 * SLOT_BYTES)) as pool, closing(Engine(pool)) as engine:
         pool.register(NAMESPACE, BLOCK_BYTES)
-        engine = Engine(pool)
         engine.save([*full, *chain(NAMESPACE, 3, "more")])
         monkeypatch.setattr(pool._host, "admits", lambda key, parent: key != one[1])
         answers = pool.reserve([*one, *two], parents=[None, *one[:-1], None, *two[:-1]])
@@ -80,7 +78,6 @@ def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
         blocks = {block.key: block for block in pool.host_blocks()}
         assert [blocks[key].depth for key in two] == [0, 1, 2]
         assert [blocks[key].parent for key in two] == [None, *two[:-1]]
-        engine.close()
 
 
 def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -> None:
@@ -89,9 +86,8 @@ def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -
     config = PoolConfig(64 * SLOT_BYTES, DiskConfig(tmp_path, 64 << 20))
     for hosted in (range(8), range(8, 16), range(16, 24), range(0, 24, 3), range(24), ()):
         for hole in (0, 7, 12, 23, 24):
-            with Pool.open(config) as pool:
+            with Pool.open(config) as pool, closing(Engine(pool)) as engine:
                 pool.register(NAMESPACE, BLOCK_BYTES)
-                engine = Engine(pool)
                 engine.save(keys)
                 assert pool.flush(keys, 60.0)
                 dropped = [key for place, key in enumerate(keys) if place not in hosted]
@@ -103,7 +99,6 @@ def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -
                 ]
                 assert list(pool.find(keys).tiers) == expected
                 assert list(pool.find(tuple(keys[:hole])).tiers) == expected
-                engine.close()
                 pool.clear()
 
 

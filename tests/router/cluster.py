@@ -16,6 +16,7 @@ from server.live import KVRECALL, START_LIMIT_S, LiveServer
 from support.warm import WarmServer
 
 from kvrecall.processes.ports import free_port
+from kvrecall_lab.models import write_model
 
 Json = dict[str, Any]
 
@@ -120,6 +121,17 @@ class Router:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def tiny(folder: Path, longest: int = 8192) -> Path:
+    """The folder of a model of random weights."""
+    shape = {"hidden": 64, "layers": 2, "max_position": longest, "dtype": "float32"}
+    return write_model(folder / "model", "qwen3", **shape)
+
+
+def tokens_of(reply: Json) -> list[int]:
+    (choice,) = reply["choices"]
+    return list(choice["token_ids"])
 
 
 def kill(server: LiveServer) -> None:

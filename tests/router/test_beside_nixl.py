@@ -22,8 +22,7 @@ import pytest
 from server.live import LiveServer, until
 
 from kvrecall.processes.ports import free_port
-from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, kill
+from router.cluster import Json, Router, header, kill, tiny, tokens_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -80,9 +79,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
-    )
+    model = tiny(folder)
     with ExitStack() as stack:
         servers = [serve(folder / name, model, request.param) for name in ("prefill", "decode")]
         for server in servers:
@@ -94,11 +91,6 @@ def pair(
         router = Router(folder, words)
         stack.callback(router.close)
         yield Pair(*servers, router)
-
-
-def tokens_of(reply: Json) -> list[int]:
-    (choice,) = reply["choices"]
-    return list(choice["token_ids"])
 
 
 def alone(server: LiveServer, text: str) -> list[int]:

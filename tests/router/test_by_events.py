@@ -18,8 +18,7 @@ import pytest
 from server.live import LiveServer, until
 
 from kvrecall.processes.ports import free_port, two_ports
-from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance, kill
+from router.cluster import Json, Router, header, instance, kill, tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -73,9 +72,7 @@ class Two:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
-    model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
-    )
+    model = tiny(folder)
     with ExitStack() as stack:
         made = Two(folder, model, [], [two_ports(), two_ports()], None)  # type: ignore[arg-type]
         for number in range(2):

@@ -16,8 +16,7 @@ from pool.service.service import MIB, Service
 from server.live import LiveServer, sse, until
 
 from kvrecall.processes.ports import free_port, two_ports
-from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance, kill
+from router.cluster import Json, Router, header, instance, kill, tiny
 
 pytestmark = pytest.mark.engine
 
@@ -39,9 +38,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("pd")
-    model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=16384, dtype="float32"
-    )
+    model = tiny(folder, 16384)
     with ExitStack() as stack:
         pool = two_ports()
         service = stack.enter_context(Service(folder / "pool", 128 * MIB, events=pool))

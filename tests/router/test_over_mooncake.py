@@ -13,10 +13,9 @@ from server.live import LiveServer, until
 
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall.processes.service import Master
-from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance
+from router.cluster import Json, Router, header, instance, tiny, tokens_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, needs_mooncake]
 
 BLOCK = 128
 TEXT = "The clocks were striking thirteen, and nobody had wound them up for a year. " * 26
@@ -49,9 +48,7 @@ def prove(decode: LiveServer, router: Router) -> None:
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     folder = tmp_path_factory.mktemp("apart")
-    model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
-    )
+    model = tiny(folder)
     with ExitStack() as stack:
         master = Master(folder / "master.log")
         stack.callback(master.kill)
@@ -72,11 +69,6 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
         stack.callback(router.close)
         prove(servers[1], router)
         yield Apart(master, *servers, router, ports)
-
-
-def tokens_of(reply: Json) -> list[int]:
-    (choice,) = reply["choices"]
-    return list(choice["token_ids"])
 
 
 def alone(server: LiveServer, prompt: str) -> list[int]:
@@ -100,7 +92,6 @@ def stored_by(server: LiveServer) -> float:
     return server.metric("kvrecall_tier_writes_total", tier="remote")
 
 
-@needs_mooncake
 def test_what_one_host_prefilled_another_decodes(apart: Apart) -> None:
     whole = len(TEXT) // BLOCK * BLOCK  # the model's tokens are bytes
     reply = apart.router.complete(prompt=TEXT, max_tokens=24, return_token_ids=True)
@@ -114,7 +105,6 @@ def test_what_one_host_prefilled_another_decodes(apart: Apart) -> None:
     assert tokens_of(reply.json()) == alone(apart.prefill, TEXT)
 
 
-@needs_mooncake
 def test_what_one_host_put_into_the_store_the_other_is_known_to_recall(apart: Apart) -> None:
     """By the events of both, which name the store."""
     text = "Known to both. " + TEXT
@@ -165,7 +155,6 @@ def next_turn(apart: Apart, first: str) -> tuple[Json, int, int]:
     return usage["prompt_tokens_details"]["prefill"], kept, known
 
 
-@needs_mooncake
 def test_the_next_turn_is_prefilled_from_what_was_decoded(apart: Apart) -> None:
     """The answer's blocks lie in the decode instance's pool, and in the store; the prefill instance
     audits the last."""
@@ -174,7 +163,6 @@ def test_the_next_turn_is_prefilled_from_what_was_decoded(apart: Apart) -> None:
     assert split["remote"] == known - kept - BLOCK > 0
 
 
-@needs_mooncake
 def test_without_the_master_the_decode_instance_computes(apart: Apart) -> None:
     apart.master.kill()
     text = "Nobody knows where anything is. " + TEXT

@@ -496,7 +496,7 @@ def test_an_instance_that_answers_others_is_not_down(monkeypatch: pytest.MonkeyP
         listener = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         (one,) = Fleet((), [Address(f"http://127.0.0.1:{port}")], 4).all
-        async with listener, upstream.Upstream(60) as client:
+        async with listener, contextlib.aclosing(upstream.Upstream(60)) as client:
             assert not await client.probe(one)
             asked.clear()
             probe = asyncio.create_task(client.probe(one))

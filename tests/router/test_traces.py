@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,10 +11,10 @@ import pytest
 from pool.service.service import MIB, Service
 from server.live import LiveServer
 from support.collector import Span, Spans, by_http
+from support.commands import ran
 
 from kvrecall.processes.ports import free_port
-from kvrecall_lab.models import write_model
-from router.cluster import Router, instance
+from router.cluster import Router, instance, tiny
 
 BLOCK = 128
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 27
@@ -33,9 +32,7 @@ def cluster(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Router, LiveServer, Spans]]:
     folder = tmp_path_factory.mktemp("traced")
-    model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=16384, dtype="float32"
-    )
+    model = tiny(folder, 16384)
     with ExitStack() as stack:
         variables = stack.enter_context(pytest.MonkeyPatch.context())
         variables.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
@@ -176,9 +173,7 @@ def test_a_wrong_endpoint_is_refused(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     words = [*command.split(), "--port", str(free_port()), "--otlp-traces-endpoint", endpoint]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvrecall", *words], capture_output=True, text=True, timeout=120
-    )
+    done = ran(sys.executable, "-m", "kvrecall", *words, timeout=120)
     assert done.returncode == 2, done.stderr
     assert why in done.stderr
     assert repr(endpoint) in done.stderr
@@ -199,7 +194,7 @@ print(any(name.startswith("opentelemetry") for name in sys.modules))
 sys.modules["opentelemetry"] = None
 check_endpoint("http://127.0.0.1:4317")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = ran(sys.executable, "-c", program)
     assert done.stdout == "False\n", done.stderr
     assert "ConfigError: --otlp-traces-endpoint is 'http://127.0.0.1:4317', and " in done.stderr
     assert done.stderr.rstrip().endswith("pip install 'kvrecall[traces]'")

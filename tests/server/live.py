@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from support.warm import WarmServer
 
 from kvrecall.processes.ports import free_port
@@ -185,9 +186,29 @@ def sse(reply: httpx.Response) -> list[Any]:
 
 def all_gone(processes: list[psutil.Process], timeout: float = 90) -> bool:
     """Whether these processes end (or are but zombies) in time."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-            return True
-        time.sleep(0.1)
-    return False
+
+    def is_gone(one: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return not one.is_running() or one.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    return until(lambda: all(map(is_gone, processes)), timeout)
+
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update"
+).split()
+
+
+@contextlib.contextmanager
+def browsing(*flags: str) -> Iterator[Any]:
+    """The browser, with more ``flags``, closed on leaving. Skips where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"no browser at {CHROMIUM}; scripts/setup brings it")
+    with playwright.sync_playwright() as running:
+        chromium = running.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS, *flags])
+        yield chromium
+        chromium.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import KVRECALL, ran
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.engines.base import ServeSpec
@@ -16,14 +16,6 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.processes.ports import free_port
 from kvrecall.server import checks, launch
-
-KVRECALL = Path(sys.executable).parent / "kvrecall"
-
-
-def kvrecall(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVRECALL, *words], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
-    )
 
 
 @pytest.fixture
@@ -118,23 +110,23 @@ def test_help_is_fast_and_without_engine() -> None:
         "bad = {'vllm', 'torch', 'fastapi'} & set(sys.modules); sys.exit(f'imported {bad}' if bad "
         "else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ran(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert "--disk-path" in done.stdout
 
 
 def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    example = kvrecall("config", "example").stdout
+    example = ran(KVRECALL, "config", "example").stdout
     above = example.partition('"modelWeightPath"')[0].count("\n")
     path.write_text("\n" * (99 - above) + example)  # `:100:` is an emoji to rich
-    done = kvrecall("config", "check", str(path))
+    done = ran(KVRECALL, "config", "check", str(path))
     assert (done.returncode, ":100:" in done.stderr) == (2, True)
     assert "modelWeightPath is '/path/to/the/model'; there is no such folder" in done.stderr
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
-    path.write_text(kvrecall("config", "example", str(tmp_path / "m")).stdout)
-    done = kvrecall("config", "check", str(path))
+    path.write_text(ran(KVRECALL, "config", "example", str(tmp_path / "m")).stdout)
+    done = ran(KVRECALL, "config", "check", str(path))
     assert done.returncode == 0, done.stderr
     for words in ("cacheBlockSize", "without effect", "vllm --max-model-len", "pool host_size"):
         assert words in done.stdout
@@ -156,8 +148,7 @@ def test_retrieval_asked_for_by_vllms_variable_is_checked_before_the_engine_load
 ) -> None:
     words = ("serve", str(model), "--port", str(free_port()), "--no-pool")
     environ = {"VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": "20"}
-    command = [sys.executable, "-m", "kvrecall", *words]
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
+    done = ran(sys.executable, "-m", "kvrecall", *words, env={**os.environ, **environ})
     assert done.returncode == 2
     assert "VLLM_RETRIEVAL_TOPK_PERCENT is 20" in done.stderr
     assert "loading the engine" not in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.commands import ran
 
 from server.live import LiveServer
 
@@ -221,9 +221,7 @@ def test_hub_chat(hub: Any) -> None:
 def test_curl(tiny: LiveServer) -> None:
     body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 512}})
     command = ["curl", "-sS", f"{tiny.url}/generate", "-X", "POST", "-d", body]
-    done = subprocess.run(
-        [*command, "-H", "Content-Type: application/json"], capture_output=True, timeout=120
-    )
+    done = ran(*command, "-H", "Content-Type: application/json", timeout=120)
     assert json.loads(done.stdout)["generated_text"], done.stderr
 
 
@@ -345,25 +343,21 @@ def test_the_description_leads_to_no_server_error(tiny: LiveServer) -> None:
     command = Path(sys.executable).parent / "schemathesis"
     file = tiny.folder / "openapi.json"
     file.write_text(description(tiny))
-    done = subprocess.run(
-        [
-            command,
-            "run",
-            file,
-            f"--url={tiny.url}",
-            "--checks=not_a_server_error",
-            f"--include-path-regex=^/({BUSINESS}|{MANAGEMENT})?$",
-            f"--exclude-path-regex={SKIPPED}",
-            "--phases=fuzzing",
-            "--max-examples=3",
-            "--seed=1",
-            "--request-timeout=120",
-            "--suppress-health-check=all",
-            "--no-shrink",
-            "--no-color",
-        ],
-        capture_output=True,
-        text=True,
+    done = ran(
+        command,
+        "run",
+        file,
+        f"--url={tiny.url}",
+        "--checks=not_a_server_error",
+        f"--include-path-regex=^/({BUSINESS}|{MANAGEMENT})?$",
+        f"--exclude-path-regex={SKIPPED}",
+        "--phases=fuzzing",
+        "--max-examples=3",
+        "--seed=1",
+        "--request-timeout=120",
+        "--suppress-health-check=all",
+        "--no-shrink",
+        "--no-color",
         cwd=tiny.folder,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

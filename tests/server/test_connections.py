@@ -21,8 +21,8 @@ from kvrecall.server.application import attach_all
 from kvrecall.server.connections import PromptProtocol
 from kvrecall.server.plan import Plan
 from kvrecall.testing import wait_until
-from server.browser import browsing
 from server.fake import FakeEngine
+from server.live import browsing
 
 pytestmark = pytest.mark.long
 

@@ -26,9 +26,8 @@ from kvrecall.processes.ports import free_port
 from kvrecall.server.dashboard import history, routes
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.testing import wait_until
-from server.browser import browsing
 from server.fake import INFO, FakeEngine
-from server.live import LiveServer, serving
+from server.live import LiveServer, browsing, serving
 
 TEXT = "A long text that retrieval has something to choose from. " * 40  # 2,280 tokens
 LAYERS = 4

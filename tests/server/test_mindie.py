@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,13 @@ def _with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servable, "most_ranks", lambda: 99)
 
 
-def plan_of(folder: Path, spoil: Spoil = lambda c: None, pool: Json | None = None) -> Plan:
+def plan_of(
+    folder: Path, spoil: Spoil = lambda c: None, pool: Json | None = None, **beside: Any
+) -> Plan:
+    """``beside``: what the command line says."""
     config = right()
     spoil(config)
-    return plan_config(write(folder, config, pool))
+    return plan_config(write(folder, config, pool), replace(NOTHING, **beside))
 
 
 def given(section: Callable[[Json], Json], **fields: object) -> Spoil:
@@ -434,10 +438,8 @@ def test_the_command_line_wins(
 
 
 def test_another_model_beside_the_file(tmp_path: Path) -> None:
-    config = right()
-    model(config)["modelWeightPath"] = "/none"
-    path = write(tmp_path, config)
-    plan = plan_config(path, replace(NOTHING, model=str(tmp_path / "model")))
+    wrong = given(model, modelWeightPath="/none")
+    plan = plan_of(tmp_path, wrong, model=str(tmp_path / "model"))
     assert plan.spec.model == str(tmp_path / "model")
     assert any(f"MODEL {tmp_path}/model (file: /none)" in note for note in plan.notes)
 
@@ -457,9 +459,8 @@ def test_a_pool_beside_a_file_without_one(tmp_path: Path) -> None:
 
 
 def test_every_network_needs_the_files_word(tmp_path: Path) -> None:
-    path = write(tmp_path, right())
     with pytest.raises(ConfigError, match=r"allowAllZeroIpListening is false, and --host is 0\."):
-        plan_config(path, replace(NOTHING, host="0.0.0.0"))
+        plan_of(tmp_path, host="0.0.0.0")
 
 
 def test_nothing_beside_the_file_is_no_note(tmp_path: Path) -> None:
@@ -468,11 +469,9 @@ def test_nothing_beside_the_file_is_no_note(tmp_path: Path) -> None:
 
 def test_a_memory_factor_beside_a_size(tmp_path: Path) -> None:
     """What `kvrecall plan` says of it is given to vLLM, unless the file has a size."""
-    lowered = replace(NOTHING, extra_args=("--gpu-memory-utilization", "0.91"))
-    config = right()
-    assert plan_config(write(tmp_path, config), lowered).warnings == ()
-    model(config)["npuMemSize"] = 8
-    (warning,) = plan_config(write(tmp_path, config), lowered).warnings
+    lowered = ("--gpu-memory-utilization", "0.91")
+    assert plan_of(tmp_path, extra_args=lowered).warnings == ()
+    (warning,) = plan_of(tmp_path, given(model, npuMemSize=8), extra_args=lowered).warnings
     assert "--gpu-memory-utilization is without effect: npuMemSize 8" in warning
 
 
@@ -533,13 +532,10 @@ def test_relative_paths_of_an_installation(tmp_path: Path) -> None:
 
 
 def test_hosts_are_joined_by_vllms_options(tmp_path: Path) -> None:
-    config = right()
-    backend(config)["multiNodesInferEnabled"] = True
-    path = write(tmp_path, config)
-    (warning,) = plan_config(path).warnings
+    several = given(backend, multiNodesInferEnabled=True)
+    (warning,) = plan_of(tmp_path, several).warnings
     assert "--data-parallel-rank 0 --data-parallel-address" in warning
-    joined = replace(NOTHING, extra_args=("--data-parallel-rank", "0"))
-    assert plan_config(path, joined).warnings == ()
+    assert plan_of(tmp_path, several, extra_args=("--data-parallel-rank", "0")).warnings == ()
 
 
 @pytest.mark.parametrize("name", ["kv_pool.txt", "kv_pool_page.txt", "prefix_cache.txt"])
@@ -620,12 +616,10 @@ def test_a_cpu_runs_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_disaggregation_is_the_command_lines(tmp_path: Path) -> None:
-    config = right()
-    server(config)["inferMode"] = "dmi"
-    path = write(tmp_path, config)
-    (warning,) = plan_config(path).warnings
+    apart = given(server, inferMode="dmi")
+    (warning,) = plan_of(tmp_path, apart).warnings
     assert "--role prefill and one with --role decode over one pool, behind kvrecall" in warning
-    assert plan_config(path, replace(NOTHING, role=Role.DECODE)).warnings == ()
+    assert plan_of(tmp_path, apart, role=Role.DECODE).warnings == ()
 
 
 def test_a_store_by_name(tmp_path: Path) -> None:

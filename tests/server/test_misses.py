@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 import string
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.commands import ran
 
 from kvrecall.block import tenant_of
 from kvrecall.engines.parting import ADVICE
@@ -276,12 +276,7 @@ def test_odd_ids_are_not_known(live: LiveServer, name: str) -> None:
     "name", ["", "..", "../metrics", "a b?c#d", "漢字", b"\xff\xfe", "x" * 30_000, "x" * 120_000]
 )
 def test_the_command_takes_odd_ids(live: LiveServer, name: str | bytes) -> None:
-    done = subprocess.run(
-        [KVRECALL, "why", "--url", live.url, "--", name],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(KVRECALL, "why", "--url", live.url, "--", name)
     assert done.returncode == ExitStatus.FAILED, done.stderr[-600:]
     assert "Traceback" not in done.stderr
     assert "no request " in done.stderr, done.stderr[-600:]
@@ -329,9 +324,7 @@ def test_the_command_does_not_take_other_servers_for_ours(tmp_path: Path) -> Non
     with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{other.server_port}"
-        done = subprocess.run(
-            [KVRECALL, "why", "one", "--url", url], capture_output=True, text=True, check=False
-        )
+        done = ran(KVRECALL, "why", "one", "--url", url)
         other.shutdown()
     assert done.returncode == ExitStatus.FAILED, done.stdout
     assert f"no kvrecall server answers at {url}" in done.stderr

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import configs
+from support.commands import KVRECALL, ran
 
 from kvrecall.engines.base import ServeSpec
 from kvrecall.modelconfig import Fields
 from kvrecall.server.servable import Asked, Machine, refusals
 
-KVRECALL = Path(sys.executable).parent / "kvrecall"
 GPU = Machine(is_cpu=False)
 CPU = Machine(is_cpu=True, features=frozenset({"avx2"}))
 AVX512 = Machine(is_cpu=True, features=frozenset({"avx2", "avx512f"}))
@@ -163,12 +161,6 @@ def test_quantised_kv(dtype: str, machine: Machine, words: str) -> None:
 # -- the commands -------------------------------------------------------------------------------
 
 
-def kvrecall(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVRECALL, *words], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.fixture
 def whisper(tmp_path: Path) -> Path:
     folder = tmp_path / "whisper"
@@ -179,7 +171,7 @@ def whisper(tmp_path: Path) -> Path:
 
 def test_serve_refuses_in_one_line(whisper: Path) -> None:
     """Before anything is imported or allocated: status 2."""
-    done = kvrecall("serve", str(whisper), "--host-size", "1MiB")
+    done = ran(KVRECALL, "serve", str(whisper), "--host-size", "1MiB")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"model {whisper}: WhisperForConditionalGeneration is an encoder-decoder" in done.stderr
     assert done.stderr.endswith("serve it with --no-pool\n")
@@ -187,21 +179,22 @@ def test_serve_refuses_in_one_line(whisper: Path) -> None:
 
 def test_serve_refuses_context_parallelism(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_8B))
-    done = kvrecall("serve", str(tmp_path), "--host-size", "1MiB", "--", "-tp", "2", "-dcp", "2")
+    words = "--host-size 1MiB -- -tp 2 -dcp 2".split()
+    done = ran(KVRECALL, "serve", tmp_path, *words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--decode-context-parallel-size 2: " in done.stderr
 
 
 def test_config_check_refuses_it_too(whisper: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(kvrecall("config", "example", str(whisper)).stdout)
-    done = kvrecall("config", "check", str(config))
+    config.write_text(ran(KVRECALL, "config", "example", str(whisper)).stdout)
+    done = ran(KVRECALL, "config", "check", str(config))
     assert done.returncode == 2
     assert "is an encoder-decoder model" in done.stdout + done.stderr
 
 
 def test_the_doctor_says_it_with_its_cure(whisper: Path) -> None:
-    done = kvrecall("doctor", str(whisper), "--host-size", "1MiB", "--quick", "--json")
+    done = ran(KVRECALL, "doctor", str(whisper), "--host-size", "1MiB", "--quick", "--json")
     assert done.returncode == 1
     findings = json.loads(done.stdout)["findings"]
     (served,) = (f for f in findings if (f["area"], f["check"]) == ("model", "served"))

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.commands import ran
 
 from kvrecall.errors import ExitStatus
 from kvrecall.processes.ports import free_port
@@ -167,20 +167,10 @@ def test_a_miss_says_why_and_where(server: LiveServer) -> None:
     (told,) = server.client.get(f"/why/{request_id}").json()["requests"]
     assert told["missed"]["reason"] == "diverged"
     assert "text" not in told["missed"], "no prompt text is kept"
-    called = subprocess.run(
-        [KVRECALL, "why", request_id, "--url", server.url],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    called = ran(KVRECALL, "why", request_id, "--url", server.url, check=True)
     assert "644 tokens from token 256 on: the prompt leaves the nearest known one" in called.stdout
     assert "at token 300" in called.stdout
-    unknown = subprocess.run(
-        [KVRECALL, "why", "nothing", "--url", server.url],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    unknown = ran(KVRECALL, "why", "nothing", "--url", server.url)
     assert unknown.returncode == ExitStatus.FAILED
     assert "no request 'nothing' here: it never reached this server, or" in unknown.stderr
 
@@ -447,8 +437,8 @@ def test_second_servers_are_refused_in_one_line(server: LiveServer, folder: Path
         (["--port", port], f"port {port} on 127.0.0.1 is in use"),
     ]
     for words, said in cases:
-        command = [KVRECALL, "serve", folder / "model", "--host-size", "32MiB", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        command = (KVRECALL, "serve", folder / "model", "--host-size", "32MiB", *words)
+        done = ran(*command, timeout=60)
         assert done.returncode != 0
         assert said in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1

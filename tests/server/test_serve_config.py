@@ -8,18 +8,17 @@ import json
 import re
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.commands import ran
 
 from kvrecall.processes.ports import free_port
-from server.browser import browsing
 from server.configs import backend, deploy, model, right, schedule, server, write
-from server.live import LiveServer, all_gone
+from server.live import LiveServer, all_gone, browsing
 
 pytest.importorskip("cryptography")
 
@@ -143,9 +142,7 @@ def test_curl_with_the_documented_calls(live: LiveServer) -> None:
     recalled = []
     for call in text.split("\n---\n"):
         call = call.replace("https://127.0.0.1:1025", f"-s -D headers {live.url}")
-        done = subprocess.run(
-            ["bash", "-c", call], cwd=live.folder, capture_output=True, text=True, timeout=120
-        )
+        done = ran("bash", "-c", call, cwd=live.folder, timeout=120)
         assert json.loads(done.stdout)["generated_text"], done.stderr
         headers = (live.folder / "headers").read_text()
         assert "200" in headers.splitlines()[0]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 _PROGRAM = """
 import ctypes, gc, importlib, json, os, signal, sys, tempfile
@@ -58,6 +58,14 @@ _ROOMS = (
     "kvrecall.router.router kvrecall.simulate.cli kvrecall.plan.cli kvrecall.doctor.cli "
     "kvrecall.bench.cli"
 ).split()
+
+
+KVRECALL = Path(sys.executable).parent / "kvrecall"
+
+
+def ran(*command: str | bytes | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, and what it wrote. ``how``: as of subprocess.run."""
+    return subprocess.run(command, capture_output=True, text=True, **how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,8 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
     pinned = [line.removesuffix(" pinned") for line in lines if line not in names]
     lost = strange = 0
     config = PoolConfig(HOST_BYTES, DiskConfig(folder, disk_bytes))
-    with Pool.open(config) as pool:
+    with Pool.open(config) as pool, contextlib.closing(Engine(pool, BLOCK_BYTES)) as engine:
         pool.register(NAMESPACE, BLOCK_BYTES)
-        engine = Engine(pool, BLOCK_BYTES)
         disk = pool.admin.disk
         assert disk is not None
         for name in pinned:
@@ -141,7 +140,6 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
             lost += CHAIN_BLOCKS - len(engine.recall(keys))
             for key in chain(NAMESPACE, CHAIN_BLOCKS, f"never-{name}"):
                 strange += pool.find([key]).blocks
-        engine.close()
     return len(names) * CHAIN_BLOCKS, lost, strange
 
 

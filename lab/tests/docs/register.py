@@ -71,11 +71,9 @@ _MAKE: Mapping[str, Kind] = {
     "make faults": Elsewhere("lab/tests/test_faults.py", 'faults("--seeds", '),
     "make mutants": Elsewhere("lab/tests/test_mutants.py", "trial(one, plain, tmp_path"),
     "make chaos": Elsewhere("lab/tests/test_chaos.py", "ChaosRun(settings, "),
-    "make identity": Elsewhere(
-        "lab/tests/test_identity.py", '"-m", "kvrecall_lab.identity", *words'
-    ),
-    "make models": Elsewhere("lab/tests/test_shapes.py", '"-m", "kvrecall_lab.shapes", *words'),
-    "make compat": Elsewhere("lab/tests/test_compat.py", '"-m", "kvrecall_lab.compat", *words'),
+    "make identity": Elsewhere("lab/tests/test_identity.py", 'lab("identity", '),
+    "make models": Elsewhere("lab/tests/test_shapes.py", 'lab("shapes", '),
+    "make compat": Elsewhere("lab/tests/test_compat.py", 'lab("compat", '),
     "make streams": Elsewhere("lab/tests/test_streams.py", "check(model, 0, SCHEDULES"),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),
@@ -83,7 +81,7 @@ _MAKE: Mapping[str, Kind] = {
 _SERVING: Mapping[str, Kind] = {
     "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
-    "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
+    "kvrecall why": Elsewhere("tests/server/test_serve.py", 'ran(KVRECALL, "why", '),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(
@@ -161,12 +159,12 @@ _BENCH: Mapping[str, Kind] = {
     "python -m kvrecall_lab.bench launches": Runs(),
     "kvrecall bench replay": Elsewhere("lab/tests/benchmarks/test_servers.py", '"replay", '),
     "kvrecall bench overhead": Elsewhere("lab/tests/benchmarks/test_servers.py", '"overhead", '),
-    "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
+    "kvrecall bench service": Elsewhere("tests/bench/test_bench.py", '["service", '),
     "python -m kvrecall_lab.bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
     "python -m kvrecall_lab.bench decode": Elsewhere(
-        "lab/tests/benchmarks/test_decode.py", '"kvrecall_lab.bench", "decode"'
+        "lab/tests/benchmarks/test_small.py", '"kvrecall_lab.bench", "decode"'
     ),
     "python -m kvrecall_lab.bench needle": Elsewhere(
         "lab/tests/benchmarks/test_needle.py", '"kvrecall_lab.bench", "needle", '

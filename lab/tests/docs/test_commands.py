@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import ran
 
 from kvrecall.config import RecallSettings
 
@@ -128,9 +128,7 @@ def test_a_make_target_runs_what_there_is() -> None:
     """By make's dry run."""
     for line, where in lines_of(*MAKE):
         dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
-        done = subprocess.run(
-            ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
-        )
+        done = ran("bash", "-c", dry, cwd=ROOT, env=environment())
         assert done.returncode == 0, f"{where}: {done.stderr}"
         for module in re.findall(r"python -m (\S+)", done.stdout):
             assert importlib.util.find_spec(module), module

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from support.commands import ran
 
 from .pages import FENCE, ROOT
 from .scenes import QWEN
@@ -74,7 +75,5 @@ def test_the_script_prints_what_differs(tmp_path: Path) -> None:
         {"parts": dict(QWEN.parts, block_size=size, dtype="bfloat16")} for size in ("128", "64")
     ]
     (tmp_path / "namespaces.json").write_text(json.dumps({"rows": rows}))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = ran(sys.executable, "-c", script, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["block_size", "128", "64"]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.browser import browsing
+from server.live import browsing
+from support.commands import ran
 
 from kvrecall_lab.reference import commands as reference
 
@@ -118,12 +119,7 @@ def test_what_retrieval_reaches_is_held_by_tests_that_exist() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning; with --quiet mkdocs counts none."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -158,3 +154,12 @@ def test_a_reader_finds_a_chinese_word(site: Path) -> None:
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
+
+
+@pytest.mark.parametrize("script", ["picture", "chart"])
+def test_a_picture_shows_what_there_is(script: str, tmp_path: Path) -> None:
+    into = tmp_path / ("architecture.svg" if script == "picture" else "")
+    subprocess.run([sys.executable, ROOT / "scripts" / script, into], check=True)
+    for drawn in tmp_path.iterdir():
+        (committed,) = (ROOT / "docs").rglob(drawn.name)
+        assert drawn.read_text() == committed.read_text(), f"run .venv/bin/python scripts/{script}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -118,7 +117,7 @@ def machine() -> dict[str, object]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": _gpu_name(),
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "vllm": engine_version(),
@@ -136,12 +135,6 @@ def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _gpu_name() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def _commit() -> str | None:

@@ -170,10 +170,6 @@ def _disk_bytes(blocks: int) -> int:
     return blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB
 
 
-def _window(first: int) -> list[BlockKey]:
-    return [key_of(number) for number in range(first, first + LOOKUP_BLOCKS)]
-
-
 def _start_up(service: ServiceProcess, blocks: int, repetitions: int) -> dict[str, list[float]]:
     """Seconds from starting the process until it serves, without and with blocks on disk, and until
     it has looked up the first 1,000 of them."""
@@ -184,7 +180,7 @@ def _start_up(service: ServiceProcess, blocks: int, repetitions: int) -> dict[st
         with service:
             ready = time.perf_counter() - began
             client = ServiceClient(service.socket, 5.0)
-            wanted = _window(0) if stored else []
+            wanted = [key_of(number) for number in range(LOOKUP_BLOCKS)] if stored else []
             found = client.find(wanted).blocks
             answered = time.perf_counter() - began
             client.close()

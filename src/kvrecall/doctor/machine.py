@@ -29,6 +29,7 @@ from kvrecall.engines.vllm.compat.versions import (
 from kvrecall.engines.vllm.probe import MARK
 from kvrecall.pool.arena import available_memory
 from kvrecall.server.checks import Finding, Health
+from kvrecall.server.servable import Machine, processor
 
 _INSTALLED = "installed"
 _ENGINE = "engine"
@@ -237,7 +238,7 @@ def _model(facts: Mapping[str, Any]) -> Finding:
 
 
 def check_machine() -> Iterator[Finding]:
-    yield _cpu(Path("/proc/cpuinfo"))
+    yield _cpu()
     yield _memory()
     yield _shared_memory(Path("/dev/shm"))
     yield _locked_memory()
@@ -245,15 +246,11 @@ def check_machine() -> Iterator[Finding]:
     yield _processes(Path("/proc/self/ns/pid"))
 
 
-def _cpu(cpuinfo: Path) -> Finding:
-    fields: dict[str, str] = {}
-    for line in cpuinfo.read_text(errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = set((fields.get("flags") or fields.get("Features", "")).split())
+def _cpu() -> Finding:
+    flags = Machine.this().features
     features = [name for name in _FEATURES if name in flags]
     cores = len(os.sched_getaffinity(0))
-    name = fields.get("model name", os.uname().machine)
+    name = processor().get("model name", os.uname().machine)
     figures = {"name": name, "cores": cores, "features": features}
     found = f"{name}, {cores} cores for this process; {', '.join(features) or 'no known features'}"
     if "aes" not in flags:

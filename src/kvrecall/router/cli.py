@@ -68,10 +68,7 @@ def route(
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
-        typer.Option(
-            "--allow-unauthenticated",
-            help="Let other hosts use /v1 without an API key.",
-        ),
+        typer.Option("--allow-unauthenticated", help="Let other hosts use /v1 without an API key."),
     ] = False,
     allowed_host: Annotated[
         list[str] | None,
@@ -115,13 +112,12 @@ def route(
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
+        keys: tuple[str, ...] = ()
         if api_key_file is not None:
             keys = read_keys(api_key_file, "--api-key-file")
         elif key := os.environ.get(API_KEY, ""):
             hide(key)
             keys = (key,)
-        else:
-            keys = ()
         settings = RouterSettings(
             roster=Roster(given, instances),
             prefill_min_tokens=prefill_min_tokens,
@@ -152,7 +148,6 @@ def _run(settings: RouterSettings, host: str, port: int) -> None:
     from kvrecall.server.connections import PromptProtocol
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     _allow_files()
     served = application(settings)
     gc.collect()

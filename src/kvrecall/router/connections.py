@@ -24,7 +24,6 @@ _MOST_BUFFERED = 256 << 10  # bytes of a reply that the client has not taken
 KEPT_S = 4.0  # servers close a silent connection after 5 and more
 _MOST_KEPT = 256  # to an instance
 
-
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -239,7 +238,8 @@ class Connections:
             lines.append(b"content-length: %d" % len(content))
         head = b"\r\n".join([*lines, b"accept-encoding: identity", b"", b""])
         while True:
-            kept = self._kept(origin)
+            origin.close(time.monotonic() - KEPT_S)
+            kept = origin.kept.pop() if origin.kept else None
             reply = (kept or await self._connected(origin)).ask(head, content)
             limit = Limit(loop, limit_s, partial(reply.fail, TimeoutError()))
             try:
@@ -253,10 +253,6 @@ class Connections:
             finally:
                 limit.cancel()
             return reply
-
-    def _kept(self, origin: _Origin) -> _Connection | None:
-        origin.close(time.monotonic() - KEPT_S)
-        return origin.kept.pop() if origin.kept else None
 
     async def _connected(self, origin: _Origin) -> _Connection:
         try:

@@ -7,7 +7,6 @@ from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvrecall.block import TierName
 from kvrecall.events.holdings import TIERS
 from kvrecall.events.subscriber import Subscription, Subscriptions
 from kvrecall.router.fleet import Fleet
@@ -108,11 +107,6 @@ class RouterMetrics:
         for source, count in split.items():
             if count > 0:
                 self.tokens.labels(role, source).inc(count)
-
-    def count_expected(self, role: str, expected: Mapping[TierName, int]) -> None:
-        """Counts the tokens of a prompt that were expected from each tier."""
-        for tier, count in expected.items():
-            self.expected.labels(role, tier).inc(count)
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format. Gauges get their values now, by their labels:

@@ -58,7 +58,6 @@ _ANSWER_FIELDS = (
 ).split()
 """Fields of a request that affect the answer, not the prompt."""
 
-
 _HELD = {"do_remote_decode": True, "do_remote_prefill": False}
 """Asks vLLM's own connectors (NIXL, Mooncake) to hold a prompt's blocks for a decode instance."""
 
@@ -207,7 +206,7 @@ class Router:
     async def running(self) -> AsyncGenerator[None, None]:
         """Probes instances and follows their events while the context is open; enters once all have
         answered, or some, and the others hang."""
-        async with self.upstream, self._subscriptions.running():
+        async with contextlib.aclosing(self.upstream), self._subscriptions.running():
             await self._probe_all(0.0)
             if self._probes:
                 await asyncio.wait(self._probes.values(), timeout=_PROBE_EVERY_S)
@@ -226,17 +225,14 @@ class Router:
     async def _probe_on(self) -> None:
         while True:
             if self._settings.roster.has_changed():
-                self._read_roster()
+                try:
+                    engines, prefill, decode = self._settings.roster.read()
+                except ConfigError as error:
+                    log.warning("%s; the instances stay as they were", error)
+                else:
+                    self.fleet.consist_of(prefill, decode, engines)
             await self._probe_all(_PROBE_EVERY_S)
             self.upstream.tidy()
-
-    def _read_roster(self) -> None:
-        try:
-            engines, prefill, decode = self._settings.roster.read()
-        except ConfigError as error:
-            log.warning("%s; the instances stay as they were", error)
-        else:
-            self.fleet.consist_of(prefill, decode, engines)
 
     async def _probe_all(self, during_s: float) -> None:
         """Probes one after another: a thousand at once would delay what is served by as much. Waits
@@ -322,7 +318,7 @@ class Router:
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
                 return "refused", {}  # the decode instance reports the error
-            params = fields_of(answer.fields().get("kv_transfer_params", b""))
+            params = fields_of(fields_of(answer.content).get("kv_transfer_params", b""))
             request.prefill = instance
             request.prefill_split = split_of(value_of(params.get(REPORT)))
             self._served(request, instance)
@@ -418,7 +414,7 @@ class Router:
             log.warning("%s instance %s: %s", instance.word, instance.url, error)
 
     def _whole(self, request: Completion, answer: InstanceReply) -> Response:
-        fields: dict[str, Any] = dict(answer.fields())
+        fields: dict[str, Any] = dict(fields_of(answer.content))
         usage = value_of(fields.get("usage"), dict[str, Any])
         if answer.status == 200 and usage is not None:
             told = usage.get("prompt_tokens_details")
@@ -437,7 +433,8 @@ class Router:
         if request.decode is not None and request.decode_split:
             role = request.decode.word
             self.metrics.count_tokens(role, request.decode_split)
-            self.metrics.count_expected(role, request.expected)
+            for tier, count in request.expected.items():
+                self.metrics.expected.labels(role, tier).inc(count)
 
     def _streamed(
         self,

@@ -59,13 +59,11 @@ class _ModelList(msgspec.Struct):
     data: list[_ListedModel]
 
 
-_models = msgspec.json.Decoder(_ModelList)
-
-
 class _TokenIds(msgspec.Struct):
     tokens: tuple[int, ...]
 
 
+_models = msgspec.json.Decoder(_ModelList)
 _tokens = msgspec.json.Decoder(_TokenIds)
 
 
@@ -91,10 +89,6 @@ class InstanceReply:
     content: bytes
     headers: Headers
 
-    def fields(self) -> dict[str, msgspec.Raw]:
-        """The fields of the body; empty if it is not a JSON object."""
-        return fields_of(self.content)
-
 
 @dataclass(frozen=True, slots=True)
 class ReplyStream:
@@ -119,10 +113,8 @@ class Upstream:
         self._timeout_s = timeout_s
         self._connections = Connections(_CONNECT_S)
 
-    async def __aenter__(self) -> Upstream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
+        """Closes all connections that are kept."""
         self._connections.close()
 
     async def probe(self, instance: Instance) -> bool:
@@ -155,10 +147,8 @@ class Upstream:
             listed = _models.decode(answer.content).data
         except (InstanceFailedError, ValueError, RecursionError):
             return frozenset(), frozenset()
-        return (
-            frozenset(one.id for one in listed),
-            frozenset(one.id for one in listed if not one.parent),
-        )
+        models = frozenset(one.id for one in listed if not one.parent)
+        return frozenset(one.id for one in listed), models
 
     async def get(
         self,
@@ -212,7 +202,8 @@ class Upstream:
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
         response = await self._post(instance, path, content, headers, limit_s)
-        if response.status != 200 or not _is_stream(response):
+        kind = _header(response, b"content-type")
+        if response.status != 200 or not kind.startswith(b"text/event-stream"):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
         events = _all_events(instance, response, limit_s)
@@ -265,10 +256,6 @@ class Upstream:
 
 def _header(response: Reply, name: bytes) -> bytes:
     return b",".join([value for given, value in response.headers if given == name]).strip().lower()
-
-
-def _is_stream(response: Reply) -> bool:
-    return _header(response, b"content-type").startswith(b"text/event-stream")
 
 
 class _Failures:

@@ -38,7 +38,9 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        return cls(_is_cpu_build(), _features(Path("/proc/cpuinfo")))
+        fields = processor()
+        flags = fields.get("flags") or fields.get("Features", "")
+        return cls(_is_cpu_build(), frozenset(flags.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,11 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelR
         yield _refused("mamba2", name=name, block=block)
     if kv_cache_dtype not in _CPU_KV:
         yield _refused("kv_dtype", dtype=kv_cache_dtype)
-    elif kv_cache_dtype.startswith("fp8") and _is_x86() and not machine.features & _CPU_FP8:
+    elif (
+        kv_cache_dtype.startswith("fp8")
+        and platform.machine() in ("x86_64", "AMD64")
+        and not machine.features & _CPU_FP8
+    ):
         yield _refused("fp8", dtype=kv_cache_dtype)
 
 
@@ -181,13 +187,10 @@ def most_ranks() -> int:
     return nodes if _is_cpu_build() else sys.maxsize
 
 
-def _features(cpuinfo: Path) -> frozenset[str]:
-    for line in cpuinfo.read_text(errors="replace").splitlines():
+def processor() -> dict[str, str]:
+    """What the kernel says of the first one, by field."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def _is_x86() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
+        fields.setdefault(name.strip(), value.strip())
+    return fields

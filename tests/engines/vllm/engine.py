@@ -67,6 +67,11 @@ class Engine:
         (reply,) = self._ask({"do": "generate", "prompts": [prompt], **sampling})
         return reply
 
+    def ask_anew(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
+        """The same, of a device that has forgotten everything."""
+        assert self.forget_device()
+        return self.ask(prompt, **sampling)
+
     def close(self) -> None:
         """Ends it in order; kills it if it does not."""
         if self.process.is_alive():

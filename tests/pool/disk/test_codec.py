@@ -8,6 +8,7 @@ import random
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +182,12 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
     make_key_file(path)
     config = settings(tmp_path, encryption_key_file=str(path))
     for _ in range(2):
-        with Pool.open(config) as pool:
+        with Pool.open(config) as pool, closing(Engine(pool, BLOCK_BYTES)) as engine:
             pool.register(NAMESPACE, BLOCK_BYTES)
-            engine = Engine(pool, BLOCK_BYTES)
             if not pool.find(KEYS).blocks:
                 engine.save(KEYS)
             assert pool.flush(KEYS, 60.0)
             assert len(engine.recall(KEYS)) == len(KEYS)
-            engine.close()
         rotate_key_file(path)
     assert in_the_clear(tmp_path / "disk") == 0
     assert len(read_keys(path)) == 3

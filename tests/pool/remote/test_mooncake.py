@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import ran
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolConfig, RecallSettings, RemoteConfig
@@ -28,7 +29,7 @@ from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, built_proto
 from kvrecall.pool.remote.mooncake.store import ClientLost, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
-from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.processes.ports import free_port
 from kvrecall.processes.service import Master
@@ -138,7 +139,7 @@ def test_a_client_that_joins_ends_connections_of_other_hosts_only() -> None:
         if one.family == socket.AF_INET and name != "lo"
     ]
     command = [sys.executable, "-c", CONFINED, "127.0.0.1", *own[:1]]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    told = ran(*command, check=True).stdout.split()
     assert told == ["open", "ended"][: len(told) or 1]
 
 
@@ -154,8 +155,6 @@ def test_one_node_gets_what_another_put_and_what_is_not_the_block_goes(nodes: li
     assert benches[1].holds(keys[:50])
     store = Apart(nodes[0], prefix)
     tiers[0].drop(keys[:1])
-    from kvrecall.pool.remote.tier import name_of
-
     wait_until(lambda: not store.exists([name_of(keys[0])])[0])
     parts = (memoryview(bytearray(64)), nodes[0].arena.view(0, BLOCK_BYTES))
     assert store.put([Object(name_of(keys[0]), parts)]) == [True]
@@ -379,13 +378,9 @@ def test_the_client_goes_with_its_process(lone: Master) -> None:
         "store = MooncakeStore(MooncakeSettings.of(json.loads(sys.argv[1]))); store.exists(['x'])\n"
         "print(store._client._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(lone.options())],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    command = (sys.executable, "-c", program, json.dumps(lone.options()))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = ran(*command, cwd=Path(__file__).parents[3], env=environment)
     pid = int(done.stdout.split()[0])
     wait_until(lambda: not psutil.pid_exists(pid))
 

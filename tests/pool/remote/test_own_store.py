@@ -7,6 +7,7 @@ import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,14 @@ def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any], tmp_pat
     store = make_store(KIND, options)
     store._ask([(b"FLUSHALL",)])  # type: ignore[attr-defined]
     for saves in (True, False):
-        with Pool.open(config) as pool:
+        with Pool.open(config) as pool, closing(Engine(pool, BLOCK_BYTES)) as engine:
             pool.register(NAMESPACE, BLOCK_BYTES)
-            engine = Engine(pool, BLOCK_BYTES)
             if saves:
                 engine.save(keys)
                 assert pool.flush(keys, 60.0)
             else:
                 wait_until(lambda p=pool: p.find(keys).blocks == 20)  # type: ignore[misc]
                 assert len(engine.recall(keys)) == 20
-            engine.close()
     name = store._ask([(b"RANDOMKEY",)])[0]  # type: ignore[attr-defined]
     assert 0 < store._ask([(b"TTL", name)])[0] <= 600  # type: ignore[attr-defined]
     store.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,13 @@ def test_the_arena_is_never_registered(tmp_path: Path, key: bool, compression: A
         4 * MIB, remote=remote, encryption_key_file=tmp_path / "key" if key else None
     )
     keys = chain(NAMESPACE, 12)
-    with Pool.open(config) as pool:
+    with Pool.open(config) as pool, closing(Engine(pool, BLOCK_BYTES)) as engine:
         pool.register(NAMESPACE, BLOCK_BYTES)
-        engine = Engine(pool, BLOCK_BYTES)
         engine.save(keys)
         assert pool.flush(keys, 60.0)
         assert store.inode != os.fstat(pool.arena_handle().fd).st_ino
         store.overwrite()
         assert len(engine.recall(keys)) == 12
-        engine.close()
     del SHARED["registered"]
 
 
@@ -343,10 +342,8 @@ def test_a_pool_by_its_settings(compression: str, tmp_path: Path) -> None:
     assert len(stored.values) == 12
     assert not any(content(key, 32) in b"".join(stored.values.values()) for key in keys)
     stored.is_closed = False
-    with Pool.open(pool) as second:
+    with Pool.open(pool) as second, closing(Engine(second, BLOCK_BYTES)) as engine:
         second.register(NAMESPACE, BLOCK_BYTES)
         wait_until(lambda: second.find(keys).blocks == 12)
-        engine = Engine(second, BLOCK_BYTES)
         assert len(engine.recall(keys)) == 12
-        engine.close()
     del SHARED[name]

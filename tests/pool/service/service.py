@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+from kvrecall.block import Namespace
 from kvrecall.pool.service.admin import Overview, ServiceAdmin, Stat
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.processes.command import as_child
@@ -119,6 +121,7 @@ class Service:
         self._events = events
         self.read_only: list[str] = []  # namespaces, from the next start on
         self._runs = False
+        self._clients = ExitStack()
         self.start()
 
     def start(self) -> None:
@@ -148,8 +151,12 @@ class Service:
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def client(self, call_timeout_s: float = 60.0) -> ServiceClient:
-        return ServiceClient(self.socket, call_timeout_s)
+    def client(self, name: Namespace | None = None, nbytes: int = 0) -> ServiceClient:
+        """One that has registered ``name``, if given. Ends with the service, if not before."""
+        client = self._clients.enter_context(closing(ServiceClient(self.socket, 60.0)))
+        if name is not None:
+            client.register(name, nbytes)
+        return client
 
     def look(self) -> Overview:
         with ServiceAdmin(self.socket, 60.0) as admin:
@@ -159,4 +166,5 @@ class Service:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._clients.close()
         self.kill()

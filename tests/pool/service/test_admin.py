@@ -40,7 +40,6 @@ ANN, EVE = tenant_of("ann"), tenant_of("eve")
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceThread]:
     """Ann has 10 blocks of one model; Eve two chains of 5 of another, and no tenant one."""
-    tmp_path.chmod(0o700)
     quota = PoolTerms(tenants=TenantRules(TenantTerms(Amount(16 * MIB), Amount(share=0.5))))
     config = PoolConfig(32 * MIB, DiskConfig(tmp_path / "disk", 64 * MIB), terms=quota)
     service = ServiceThread(config, tmp_path / "sock")
@@ -200,7 +199,6 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
 
 def test_a_host_that_grows_under_its_engines(tmp_path: Path) -> None:
     """An engine that mapped the arena before finds the blocks that came into the new part."""
-    tmp_path.chmod(0o700)
     config = PoolConfig(4 * MIB, host_most_bytes=16 * MIB)
     service = ServiceThread(config, tmp_path / "sock")
     client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)

@@ -168,7 +168,6 @@ def test_what_is_no_result_of_a_command_is_an_error(
 
 @pytest.mark.parametrize("reply", [p.Acknowledged(0), p.Trouble(0, "no")])
 def test_a_greeting_of_another_kind_is_no_service(tmp_path: Path, reply: p.Reply) -> None:
-    tmp_path.chmod(0o700)
     path = tmp_path / "pool.sock"
     answers = fake_service(path, lambda _: [p.frame_of(reply)])
     with answers, pytest.raises(LinkLost, match="does not greet"):

@@ -42,11 +42,8 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[ServiceClient]:
-    client = service.client()
-    client.register(NAMESPACE, BLOCK)
-    yield client
-    client.close()
+def client(service: Service) -> ServiceClient:
+    return service.client(NAMESPACE, BLOCK)
 
 
 def saved(client: ServiceClient, blocks: int, name: str = "") -> list[BlockKey]:
@@ -138,8 +135,7 @@ def test_a_client_reads_bytes_of_blocks_that_it_holds(
 def test_killed_service_costs_misses_and_is_rejoined(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = service.client()
-    client.register(NAMESPACE, BLOCK)
+    client = service.client(NAMESPACE, BLOCK)
     keys = saved(client, 50)
     before = client.stats()
     ticket = client.acquire(keys, 5.0)
@@ -173,7 +169,6 @@ def test_killed_service_costs_misses_and_is_rejoined(
     assert stats.lookups > before.lookups
     assert stats.tiers[1].writes >= before.tiers[1].writes, "counters went back"
     engine.close()
-    client.close()
 
 
 def test_a_connection_made_while_the_client_closes_ends(
@@ -243,8 +238,7 @@ def test_a_copy_for_a_lost_service_does_not_commit_a_new_reservation(
 def test_stalled_service_costs_one_deadline_and_leaks_nothing(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = service.client()
-    client.register(NAMESPACE, BLOCK)
+    client = service.client(NAMESPACE, BLOCK)
     keys = saved(client, 10)
     ticket = client.acquire(keys, 5.0)
     waits: list[int] = []
@@ -269,7 +263,6 @@ def test_stalled_service_costs_one_deadline_and_leaks_nothing(
     wait_until(lambda: client.find(keys).blocks == 10)
     wait_until(lambda: client.stats().reserved == 0)
     assert client.stats().leases == 0
-    client.close()
 
 
 def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
@@ -297,14 +290,12 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     client.release(ticket)
     wait_until(lambda: (client.stats().leases, client.stats().reserved) == (0, 0))
     assert not [view for view in service.look().clients if view.lost]
-    other.close()
 
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_a_client_that_closes_settles_what_it_lost(service: Service, adopted: bool) -> None:
     """Its process lives on, and does not hold slots for it."""
-    client, other = service.client(), service.client()
-    client.register(NAMESPACE, BLOCK)
+    client, other = service.client(NAMESPACE, BLOCK), service.client()
     client.acquire(saved(client, 4), 5.0)
     client.reserve(chain(NAMESPACE, 3, "filling"))
     assert client._life is not None
@@ -316,7 +307,6 @@ def test_a_client_that_closes_settles_what_it_lost(service: Service, adopted: bo
     client.close()
     wait_until(lambda: (other.stats().leases, other.stats().reserved) == (0, 0), 5.0)
     assert not [view for view in service.look().clients if view.lost]
-    other.close()
 
 
 def reaped_beside(service: Service, client: ServiceClient, leases: int, reserved: int) -> None:
@@ -332,9 +322,7 @@ def reaped_beside(service: Service, client: ServiceClient, leases: int, reserved
 
 def test_a_service_without_files_left_does_not_take_the_living_for_dead(service: Service) -> None:
     """A client that lost its connection keeps its slots."""
-    client, beside = service.client(), service.client()
-    client.register(NAMESPACE, BLOCK)
-    beside.register(NAMESPACE, BLOCK)
+    client, beside = (service.client(NAMESPACE, BLOCK) for _ in range(2))
     keys, own = saved(client, 3), chain(NAMESPACE, 3, "own")
     assert client.reserve(own)[0].verdict is Verdict.RESERVED
     assert len(client.poll(client.acquire(keys, 5.0)).offsets) == 3
@@ -352,7 +340,6 @@ def test_a_service_without_files_left_does_not_take_the_living_for_dead(service:
     resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (4096, 4096))
     wait_until(lambda: bool([view for view in service.look().clients if view.lost]))
     assert (beside.stats().leases, beside.stats().reserved) == (3, 3)
-    beside.close()
 
 
 def test_killed_client_gives_back_leases_and_slots(service: Service, client: ServiceClient) -> None:

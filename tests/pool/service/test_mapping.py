@@ -51,8 +51,6 @@ def test_offsets_belong_to_the_arena_of_their_orders(
         loads, stores = mapping.completed()
         assert [moved.nbytes for moved in (*loads, *stores)] == [PAGE] * 4
         assert mapping.completed() == ([], [])
-        one.close()
-        two.close()
 
 
 def test_arena_of_a_dead_service_is_let_go_and_takes_nothing(
@@ -71,7 +69,6 @@ def test_arena_of_a_dead_service_is_let_go_and_takes_nothing(
         wait_until(lambda: client.arena_handle() != handle)
         assert mapping.load(client.arena_handle(), Copy((1,), (0,)))
         assert not np.asarray(device[1]).any()
-        client.close()
 
 
 def test_another_arena_under_the_same_numbers_is_not_taken_for_it(
@@ -84,7 +81,6 @@ def test_another_arena_under_the_same_numbers_is_not_taken_for_it(
         assert stale != handle
         assert not mapping.load(stale, Copy((1,), (0,)))
         assert mapping.load(handle, Copy((1,), (0,)))
-        client.close()
 
 
 def test_an_arena_that_attention_reads_outlives_its_owner(
@@ -121,5 +117,4 @@ def test_an_arena_that_attention_reads_outlives_its_owner(
         assert source[0] not in late.locked
         assert late.machine.faults == []
         mapping.close()
-        client.close()
     devices.device_of.cache_clear()

@@ -55,8 +55,7 @@ def fill(service: Service, blocks: int = 20) -> None:
 
 
 def test_sigterm_stores_what_is_queued_and_ends_in_order(service: Service) -> None:
-    client = service.client()
-    client.register(ONE, SIZES[ONE])
+    client = service.client(ONE, SIZES[ONE])
     keys = chain(ONE, 100)
     engine = Engine(client, SIZES[ONE])
     engine.save(keys)
@@ -67,7 +66,6 @@ def test_sigterm_stores_what_is_queued_and_ends_in_order(service: Service) -> No
     service.start()
     wait_until(lambda: client.find(keys).tiers == (TierName.DISK,) * 100)
     engine.close()
-    client.close()
 
 
 def test_a_second_service_is_refused_and_a_dead_ones_socket_replaced(
@@ -91,7 +89,6 @@ def test_a_second_service_is_refused_and_a_dead_ones_socket_replaced(
 
 
 def test_serve_reads_pool_json(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     config = tmp_path / "pool.json"
     config.write_text(json.dumps({"socket": str(tmp_path / "s"), "host_sise": "1MiB"}))
     done = pool("serve", "--config", config)
@@ -114,7 +111,6 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
 
 def test_a_marked_namespace_stays_marked(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever a client sends, and after a kill and a restart of the command."""
-    tmp_path.chmod(0o700)
     at = tmp_path / "s"
     digest = ONE.digest.hex()
     code = "from kvrecall.pool_cli import app; app()"
@@ -193,7 +189,6 @@ def test_drop_and_clear(service: Service) -> None:
     assert as_json("clear", *at, "--dry-run")["dropped"] == 20
     assert as_json("clear", *at, "-y")["dropped"] == 20
     assert client.find(chain(TWO, 20)).blocks == 0
-    client.close()
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -227,8 +222,7 @@ def test_verify_finds_and_drops_damage(service: Service, offline: bool) -> None:
 
 
 def test_many_blocks_are_one_message(service: Service) -> None:
-    client = service.client()
-    client.register(ONE, SIZES[ONE])
+    client = service.client(ONE, SIZES[ONE])
     keys = chain(ONE, 1000)
 
     def requests() -> int:
@@ -240,19 +234,14 @@ def test_many_blocks_are_one_message(service: Service) -> None:
     client.reserve(keys[:8])
     client.commit(keys[:8])
     wait_until(lambda: requests() == before + 5)
-    client.close()
 
 
 def test_one_engines_clear_leaves_the_others_blocks(service: Service) -> None:
     fill(service)
-    one, two = service.client(), service.client()
-    one.register(ONE, SIZES[ONE])
-    two.register(TWO, SIZES[TWO])
+    one, two = (service.client(name, SIZES[name]) for name in (ONE, TWO))
     one.clear()
     assert one.find(chain(ONE, 20)).blocks == 0
     assert two.find(chain(TWO, 20)).blocks == 20
-    one.close()
-    two.close()
 
 
 def test_settings_choose_the_pool(service: Service) -> None:
@@ -272,11 +261,9 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
         client.register(namespace("huge"), 1 << 40)
     with pytest.raises(KeyError, match="was not registered"):
         client.reserve(chain(namespace("huge"), 1))
-    client.close()
 
 
 def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
     terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1000.0)))
     host = HostClocks()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ran
 
 pytest.importorskip("triton")
 
@@ -42,10 +43,4 @@ def test_they_compile_for_gpus_and_keep_to_their_registers(capability: int) -> N
 def run(*command: str, interpret: str = "1") -> subprocess.CompletedProcess[str]:
     """Python in a process of its own: Triton decides when it is first imported whether kernels are
     interpreted."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran(sys.executable, *command, env={**os.environ, "TRITON_INTERPRET": interpret})

@@ -190,8 +190,7 @@ def test_two_ranks(start: Callable[..., Engine], setup: dict[str, Any], on_devic
     prompt = prompt_of(2900, 100)
     want = on_device.ask(prompt, max_tokens=20)["tokens"]
     assert engine.ask(prompt, max_tokens=20)["tokens"] == want
-    assert engine.forget_device()
-    assert engine.ask(prompt, max_tokens=20)["tokens"] == want
+    assert engine.ask_anew(prompt, max_tokens=20)["tokens"] == want
     for did in engine.workers(method="retrieval_activity"):
         assert did["blocks_left"] == (2900 - 256) // 128 - 1
         assert did["blocks_in_place"] > 0

@@ -142,8 +142,7 @@ def test_the_pool_lets_go_while_a_sequence_decodes(
     same(got, want)
     assert spent(offloaded, before)["sequences_offloaded"] == 59 - ahead
     settled(offloaded)
-    assert offloaded.forget_device()
-    same(offloaded.ask(prompt, max_tokens=60, salts=[salt]), want)
+    same(offloaded.ask_anew(prompt, max_tokens=60, salts=[salt]), want)
     settled(offloaded)
 
 

@@ -123,8 +123,7 @@ def test_the_service_stalls_while_a_sequence_decodes(
     same(got, want)
     wait_until(lambda: served.service() is not None)
     settled(served)
-    assert served.forget_device()
-    same(served.ask(prompt, max_tokens=160), want)
+    same(served.ask_anew(prompt, max_tokens=160), want)
 
 
 def meanwhile(

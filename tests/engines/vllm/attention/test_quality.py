@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import ran
 from tokenizers import Tokenizer
 
 from engines.vllm.attention.test_engine import EXTENSION, activity, retrieval
@@ -41,9 +41,7 @@ pytestmark = [
 def questions() -> list[tuple[str, list[str]]]:
     """Prompts, and the strings that a right reply contains."""
     program = QUESTIONS.format(tokens=TOKENS)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = ran(sys.executable, "-c", program, cwd=ROOT, check=True)
     return [tuple(item) for item in json.loads(done.stdout)]
 
 

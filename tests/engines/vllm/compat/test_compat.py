@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from argparse import ArgumentTypeError
@@ -20,14 +19,17 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from support.commands import ran
 from vllm.config import KVTransferConfig
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvrecall.engines.vllm.compat import patches, versions
+from kvrecall.engines.vllm.compat import patches, versions, waits
 from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
@@ -282,13 +284,8 @@ def test_kvrecall_serve_refuses_before_it_loads_vllm(tmp_path: Path) -> None:
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.29.0\n")
     paths = [str(tmp_path), os.getenv("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvrecall", "serve", str(ROOT / "models/recall-tiny")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (sys.executable, "-m", "kvrecall", "serve", ROOT / "models/recall-tiny")
+    done = ran(*command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     assert done.returncode == 1
     assert done.stderr == f"kvrecall: {versions.refusal('0.29.0')}\n"
 
@@ -389,3 +386,44 @@ def test_a_module_that_is_looked_for_first_is_patched_at_its_import(
     assert acted == []
     importlib.import_module("probed_first")
     assert (acted, hook in sys.meta_path) == (["patched"], False)
+
+
+# -- processes on a CPU wait asleep: with the connector, and where it is asked for ----------------
+
+
+on_a_cpu = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="vLLM waits here in its own way"
+)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("asked", "installed", "registered"),
+    [("", True, False), ("sleep", True, True), ("spin", False, False)],
+)
+def test_who_sleeps(
+    asked: str, installed: bool, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the connector unless vLLM's own way is asked for, without it only if asked for."""
+    monkeypatch.setenv(waits.WAITS, asked)
+    for act, sleeps in ((waits.install, installed), (waits.register, registered)):
+        monkeypatch.setattr(shm_broadcast, "sched_yield", os.sched_yield)
+        act()
+        assert (shm_broadcast.sched_yield is not os.sched_yield) == sleeps
+        shm_broadcast.sched_yield()
+
+
+def test_asking_changes_no_answer() -> None:
+    environ: dict[str, str] = {}
+    waits.ask(environ)
+    assert environ == {waits.WAITS: "sleep"}
+    environ[waits.WAITS] = "spin"
+    waits.ask(environ)
+    assert environ == {waits.WAITS: "spin"}
+
+
+@on_a_cpu
+def test_what_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(waits.WAITS, "nap")
+    with pytest.raises(ConfigError, match="KVRECALL_WAITS is 'nap'; it must be sleep or spin"):
+        waits.register()

@@ -1,4 +1,4 @@
-"""Engines of each access beside one that writes, over one pool service."""
+"""Engines of each access beside one that writes, over one pool service; and what is refused."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ from kvrecall.pool.service.admin import List, ServiceAdmin
 from kvrecall.testing import wait_until
 
 HIT = 3 * BLOCK
+POOL = {
+    "backend": "service", "call_timeout": 10, "load_deadline": 60, "load_or_compute": "load",
+    "audit": "off",
+}  # fmt: skip
+
+
+def recalled(engine: Engine, seed: int) -> int:
+    found = engine.ask_anew(prompt_of(HIT + 30, seed))["from"]
+    assert engine.flush()
+    return int(found["host"] + found["disk"])
 
 
 @pytest.mark.engine
@@ -26,17 +36,10 @@ def test_engines_beside_a_writer(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     with Service(tmp_path / "service", 256 * MIB) as service:
-        pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
-        pool |= {"load_deadline": 60, "load_or_compute": "load", "audit": "off"}
+        pool = {**POOL, "socket": str(service.socket)}
 
         def engine(access: str) -> Engine:
             return start(model=str(model_folder("qwen3")), pool={**pool, "access": access})
-
-        def recalled(engine: Engine, seed: int) -> int:
-            engine.forget_device()
-            found = engine.ask(prompt_of(HIT + 30, seed))["from"]
-            assert engine.flush()
-            return int(found["host"] + found["disk"])
 
         writer = engine("both")
         assert recalled(writer, 1) == 0
@@ -60,14 +63,7 @@ def test_engines_over_a_namespace_that_its_operator_marked(
 ) -> None:
     """One that wrote it before, and forgets it then for itself alone; and one that starts."""
     with Service(tmp_path / "service", 256 * MIB) as service:
-        pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
-        pool |= {"load_deadline": 60, "load_or_compute": "load", "audit": "off"}
-
-        def recalled(engine: Engine, seed: int) -> int:
-            engine.forget_device()
-            found = engine.ask(prompt_of(HIT + 30, seed))["from"]
-            assert engine.flush()
-            return int(found["host"] + found["disk"])
+        pool = {**POOL, "socket": str(service.socket)}
 
         writer = start(model=str(model_folder("qwen3")), pool=pool)
         assert [recalled(writer, 1) for _ in range(2)] == [0, HIT]
@@ -86,6 +82,12 @@ def test_engines_over_a_namespace_that_its_operator_marked(
         other.close()
 
 
+def configured(rank: int | None, role: str = "kv_both", **settings: object) -> Any:
+    transfer = SimpleNamespace(kv_connector_extra_config=settings, kv_role=role)
+    parallel = SimpleNamespace(data_parallel_rank_local=rank)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+
+
 @pytest.mark.parametrize(
     ("role", "access", "fits"),
     [
@@ -98,11 +100,17 @@ def test_engines_over_a_namespace_that_its_operator_marked(
     ],
 )
 def test_what_an_instance_that_hands_over_cannot_be(role: str, access: str, fits: bool) -> None:
-    transfer = SimpleNamespace(kv_connector_extra_config={"access": access}, kv_role=role)
-    parallel = SimpleNamespace(data_parallel_rank_local=0)
-    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    config = configured(0, role, access=access)
     if fits:
         assert _settings_of(config).access == access
         return
     with pytest.raises(ConfigError, match=f"access is '{access}'.*{role} cannot hand prompts over"):
         _settings_of(config)
+
+
+def test_replicas_with_embedded_pools_are_refused() -> None:
+    assert _settings_of(configured(None)).service is None
+    assert _settings_of(configured(0)).service is None
+    assert _settings_of(configured(1, backend="service")).service is not None
+    with pytest.raises(ConfigError, match=r"backend is 'embedded'.*run `kvrecall pool serve`"):
+        _settings_of(configured(1))

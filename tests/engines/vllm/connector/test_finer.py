@@ -51,8 +51,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def answers(engine: Engine) -> dict[str, dict[str, Any]]:
     """To a prompt that shares its first 240 tokens with others, recalled from host and disk."""
     engine.ask(COMMON + prompt_of(9, 3))
-    assert engine.forget_device()
-    host = engine.ask(COMMON + prompt_of(60, 2))
+    host = engine.ask_anew(COMMON + prompt_of(60, 2))
     assert hits(host) == (0, CUT, 0)
     push_out_of_host(engine, 4)
     disk = engine.ask(COMMON + prompt_of(60, 5))
@@ -68,8 +67,7 @@ def test_of_240_common_tokens_240_are_recalled_and_bits_are_those_of_a_cut_there
     names = ("model", "dtype", "max_num_batched_tokens", "max_num_seqs")
     reference = start(**{name: setup[name] for name in names})
     assert same(answers["host"], reference.ask(COMMON + prompt_of(60, 2)))
-    assert reference.forget_device()
-    assert same(answers["disk"], reference.ask(COMMON + prompt_of(60, 5)))
+    assert same(answers["disk"], reference.ask_anew(COMMON + prompt_of(60, 5)))
     reference.close()
 
 
@@ -79,15 +77,11 @@ def test_prompts_that_part_inside_a_block_share_it_to_their_last_common_unit(
     """Neither ended there. The bits: those of the same hit on the tail of a prompt that did."""
     common = prompt_of(CUT, 21)
     engine.ask(common + prompt_of(60, 22))
-    assert engine.forget_device()
-    parted = engine.ask(common + prompt_of(60, 23))
+    parted = engine.ask_anew(common + prompt_of(60, 23))
     assert hits(parted) == (0, CUT, 0)
-    assert engine.forget_device()
-    engine.ask(common)
-    assert engine.forget_device()
-    assert hits(engine.ask(common + prompt_of(3, 24), max_tokens=1)) == (0, CUT, 0)
-    assert engine.forget_device()
-    assert same(engine.ask(common + prompt_of(60, 23)), parted)
+    engine.ask_anew(common)
+    assert hits(engine.ask_anew(common + prompt_of(3, 24), max_tokens=1)) == (0, CUT, 0)
+    assert same(engine.ask_anew(common + prompt_of(60, 23)), parted)
     early = engine.ask(common[: BLOCK + 50] + prompt_of(90, 25))
     assert hits(early) == (BLOCK, 3 * UNIT, 0)
     inside_tail = engine.ask(common[: BLOCK + 50] + prompt_of(90, 25)[:40] + prompt_of(80, 26))
@@ -100,13 +94,11 @@ def test_a_prompt_again_and_the_next_turn(engine: Engine) -> None:
     """A prompt up to its last unit, from the tail that its end left; its answer likewise."""
     prompt = prompt_of(100, 9)
     first = engine.ask(prompt, max_tokens=60)
-    assert engine.forget_device()
-    again = engine.ask(prompt, max_tokens=60)
+    again = engine.ask_anew(prompt, max_tokens=60)
     assert hits(again) == (0, 96, 0)
     assert again["tokens"] == first["tokens"]
     turn = prompt + first["tokens"] + prompt_of(40, 10)
-    assert engine.forget_device()
-    from_pool = engine.ask(turn)
+    from_pool = engine.ask_anew(turn)
     assert hits(from_pool) == (0, (100 + 59) // UNIT * UNIT, 0)
     nothing_held(engine)
 
@@ -120,8 +112,7 @@ def test_a_block_of_the_device_goes_first(engine: Engine) -> None:
 def test_tenants_share_no_tail(engine: Engine) -> None:
     prompt = prompt_of(100, 13)
     engine.ask(prompt, salts=["red"])
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt, salts=["blue"])) == (0, 0, 0)
+    assert hits(engine.ask_anew(prompt, salts=["blue"])) == (0, 0, 0)
     assert hits(engine.ask(prompt)) == (0, 0, 0)
     assert sum(hits(engine.ask(prompt, salts=["red"]))) == 96
 
@@ -130,11 +121,9 @@ def test_samples_and_logprobs_of_the_prompt(engine: Engine) -> None:
     prompt = prompt_of(BLOCK + 90, 14)
     sampling = {"n": 3, "temperature": 0.8, "seed": 5, "max_tokens": 12}
     engine.ask(prompt)
-    assert engine.forget_device()
-    drawn = engine.ask(prompt, **sampling)
+    drawn = engine.ask_anew(prompt, **sampling)
     assert sum(hits(drawn)) > 0
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt, prompt_logprobs=1)) == (0, 0, 0)
+    assert hits(engine.ask_anew(prompt, prompt_logprobs=1)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 20])
@@ -160,14 +149,12 @@ def test_tails_survive_kill_9(
 ) -> None:
     prompt = prompt_of(CUT + 9, 30)
     engine.ask(prompt)
-    assert engine.forget_device()
-    before = engine.ask(prompt)
+    before = engine.ask_anew(prompt)
     assert hits(before) == (0, CUT, 0)
     engine.kill()
     second = start(**setup)
     assert hits(second.ask(prompt)) == (0, 0, 0)  # the first hit is audited
-    assert second.forget_device()
-    after = second.ask(prompt)
+    after = second.ask_anew(prompt)
     assert sum(hits(after)) == CUT
     assert same(after, before)
     second.close()

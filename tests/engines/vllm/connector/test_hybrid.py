@@ -14,7 +14,7 @@ from kvrecall_lab.shapes.row import Row
 from kvrecall_lab.shapes.shapes import SHAPES, Shape
 from kvrecall_lab.shapes.trial import Laboratory
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # 95 s without bfloat16 instructions
 
 _CASES = 4
 _SHAPES = {shape.name: shape for shape in SHAPES}
@@ -36,21 +36,18 @@ def rows(
     return found
 
 
-@pytest.mark.long  # 95 s on a processor without instructions for bfloat16
 def test_windows_and_full_attention_keep_vllms_hybrid_manager(tmp_path: Path) -> None:
     found = rows(tmp_path, _SHAPES["gemma3"], "host")
     assert len(found) == _CASES
     assert all(row.groups == 3 and row.hybrid_manager for row in found)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in _SHAPES if name != "deepseek"])
 def test_a_shape_is_recalled_from_every_tier(tmp_path: Path, name: str) -> None:
     found = rows(tmp_path, _SHAPES[name], "host", "disk", "remote")
     assert [row.run for row in found] == [True] * _CASES * 3
 
 
-@pytest.mark.long
 @needs_mooncake
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "qwen3-next"])
 def test_a_shape_is_recalled_from_a_service_and_from_mooncake(tmp_path: Path, name: str) -> None:
@@ -59,7 +56,6 @@ def test_a_shape_is_recalled_from_a_service_and_from_mooncake(tmp_path: Path, na
     assert all(row.run and row.restarted for row in found)
 
 
-@pytest.mark.long
 @needs_mooncake
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_ranks_share_a_service_and_mooncake(tmp_path: Path, name: str) -> None:
@@ -69,7 +65,6 @@ def test_ranks_share_a_service_and_mooncake(tmp_path: Path, name: str) -> None:
     ]
 
 
-@pytest.mark.long
 def test_a_shape_that_the_platform_cannot_recall_says_why(tmp_path: Path) -> None:
     """On a machine with AMX, vLLM caches prefixes of latent attention, and it is recalled."""
     found = rows(tmp_path, _SHAPES["deepseek"], "host")

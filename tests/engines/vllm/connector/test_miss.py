@@ -297,7 +297,6 @@ def test_a_slow_tier_is_declined_with_both_estimates(slow: SlowPool) -> None:
 
 
 def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     settings = RecallSettings.from_mapping({"host_size": "1MiB"})
     service = ServiceThread(settings.pool, tmp_path / "pool.sock")
     client = ServiceClient(tmp_path / "pool.sock", 60.0)
@@ -320,7 +319,6 @@ def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
 
 def test_a_service_that_cannot_hold_a_block_pools_nothing(tmp_path: Path) -> None:
     """It follows one that could: the engine's namespace is known and refused."""
-    tmp_path.chmod(0o700)
     room = RecallSettings.from_mapping({"host_size": "1MiB"}).pool
     service = ServiceThread(room, tmp_path / "pool.sock")
     client = ServiceClient(tmp_path / "pool.sock", 60.0)

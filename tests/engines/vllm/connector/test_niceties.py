@@ -117,8 +117,7 @@ def test_an_engine_whose_niceties_all_fail_computes_and_recalls_as_before(
             prelude="clumsy",
         )
         computed, device = engine.ask(prompt), engine.ask(prompt)
-        assert engine.forget_device()
-        recalled = engine.ask(prompt)
+        recalled = engine.ask_anew(prompt)
         engine.ask(prompt_of(700, 2), prompt_logprobs=1)
     assert computed["tokens"] == device["tokens"] == recalled["tokens"]
     assert recalled["from"]["host"] == 5 * BLOCK

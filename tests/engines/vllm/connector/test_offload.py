@@ -96,6 +96,12 @@ class Bench:
         self._running: dict[str, Request] = {}
 
     @property
+    def ordered(self) -> OffloadOrders:
+        """What the last step was ordered."""
+        assert self.orders is not None
+        return self.orders
+
+    @property
     def free(self) -> int:
         return int(self.manager.block_pool.get_num_free_blocks())
 
@@ -238,22 +244,20 @@ def test_middle_blocks_leave_with_the_first_decoded_token(bench: Bench, pool: Po
     before = bench.manager.get_block_ids("r")[0]
     assert bench.decode(request)
     # 401 tokens: 26 blocks, init 1, local from block 21 on, 20 between: 4 chosen, 2 to spare.
-    assert bench.orders is not None
-    (left,) = bench.orders.departures
+    (left,) = bench.ordered.departures
     assert list(left.block_ids) == before[1:21]
     assert len(left.offsets) == 20
     assert len(left.slots) == 6
     after = bench.manager.get_block_ids("r")[0]
     assert after[1:21] == [0] * 20
     assert not set(left.slots) & set(after)
-    assert bench.orders.rows == {after[25]: "r"}
+    assert bench.ordered.rows == {after[25]: "r"}
     assert bench.free == 99 - 26 + 20 - 6
     assert pool.stats().leases == 20
     bench.end(request)
     assert (bench.free, pool.stats().leases) == (99, 0)
     bench.begun("other", 10, 0)
-    assert bench.orders is not None
-    assert bench.orders.ended == ["r"]
+    assert bench.ordered.ended == ["r"]
 
 
 def test_a_sequence_that_stays_for_want_of_room_says_so_once(
@@ -377,17 +381,14 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
     with Pool.open(RecallSettings.from_mapping(settings).pool) as pool:
         bench = Bench(pool, 100)
         request = bench.begun("r", 400)
-        state = bench.side.state_of("r")
-        assert state is not None
-        assert pool.flush(state.keys(25), 60.0)
+        assert pool.flush(bench.side.saved("r"), 60.0)
         bench.end(bench.begun("other", 400, 1000))
         assert pool.stats().tiers[0].evictions > 0
         wait_until(lambda: pool.stats().queued_writes == 0)  # the host has room again
         assert bench.decode(request)
         wait_until(lambda: pool.stats().queued_reads == 0)
         wait_until(lambda: bench.orders is not None or not bench.decode(request))
-        assert bench.orders is not None
-        (left,) = bench.orders.departures
+        (left,) = bench.ordered.departures
         assert len(set(left.offsets)) == len(left.block_ids) >= 15
         bench.end_all()
         assert pool.stats().leases == 0
@@ -401,9 +402,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
     with Pool.open(settings) as pool:
         bench = Bench(pool, 100)
         request = bench.begun("r", 400)
-        state = bench.side.state_of("r")
-        assert state is not None
-        assert pool.flush(state.keys(25), 60.0)
+        assert pool.flush(bench.side.saved("r"), 60.0)
         bench.end(request)
     with Pool.open(settings) as pool:
         bench = Bench(pool, 100)
@@ -419,8 +418,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
             assert bench.orders is None
         bench.make_stores()
         wait_until(lambda: bench.orders is not None or not bench.decode(request))
-        assert bench.orders is not None
-        (left,) = bench.orders.departures
+        (left,) = bench.ordered.departures
         assert len(left.offsets) == 20
         bench.end(request)
         bench.make_stores()
@@ -472,12 +470,10 @@ def test_preempted_and_back(bench: Bench, pool: Pool) -> None:
     request.num_computed_tokens = 0
     assert pool.stats().leases == 0
     bench.prefill(request)
-    assert bench.orders is not None
-    assert bench.orders.ended == ["r"]
-    assert bench.orders.departures == []
+    assert bench.ordered.ended == ["r"]
+    assert bench.ordered.departures == []
     assert bench.decode(request)
-    assert bench.orders is not None
-    assert len(bench.orders.departures) == 1
+    assert len(bench.ordered.departures) == 1
 
 
 @pytest.mark.parametrize("counts", [True, False], ids=["delivered", "dropped"])
@@ -494,8 +490,7 @@ def test_leases_last_while_a_step_under_way_reads_what_they_keep(
     request.num_computed_tokens = 0
     request.num_stale_output_tokens, request.drop_stale_output = 1, not counts
     other = bench.begun("other", 10, 1000)
-    assert bench.orders is not None
-    assert bench.orders.ended == ["r"]
+    assert bench.ordered.ended == ["r"]
     assert pool.stats().leases == 20 * counts
     request.num_in_flight_tokens = request.num_stale_output_tokens = 0
     assert bench.decode(other)
@@ -516,8 +511,7 @@ def test_of_a_prefix_in_the_pool_only_init_and_local_come(bench: Bench, pool: Po
     assert ids[1:21] == [0] * 20
     (load,) = bench.loads
     assert list(load.copies[0].block_ids) == [ids[0], *ids[21:24]]
-    assert bench.orders is not None
-    (arrival,) = bench.orders.arrivals
+    (arrival,) = bench.ordered.arrivals
     assert (arrival.request_id, arrival.init) == ("r", 1)
     assert len(set(arrival.offsets)) == 20
     assert not set(arrival.offsets) & set(load.copies[0].offsets)
@@ -526,12 +520,10 @@ def test_of_a_prefix_in_the_pool_only_init_and_local_come(bench: Bench, pool: Po
     assert bench.free == 99 - 4 - 6
     assert pool.stats().leases == 20
     assert bench.compute(request, 10)
-    assert bench.orders is not None
-    assert bench.orders.rows == {bench.manager.get_block_ids("r")[0][24]: "r"}
+    assert bench.ordered.rows == {bench.manager.get_block_ids("r")[0][24]: "r"}
     assert bench.compute(request, 6)
     assert bench.decode(request, 30)
-    assert bench.orders is not None
-    assert bench.orders.departures == []
+    assert bench.ordered.departures == []
     assert bench.manager.get_block_ids("r")[0][1:22] == [0] * 21
 
 
@@ -540,8 +532,7 @@ def test_blocks_that_are_read_in_place_need_no_slots(pool: Pool) -> None:
     bench = Bench(pool, 100, in_place=True)
     first = bench.begun("first", 400, 0)
     assert bench.decode(first)
-    assert bench.orders is not None
-    (left,) = bench.orders.departures
+    (left,) = bench.ordered.departures
     assert (len(left.block_ids), left.slots) == (20, ())
     assert bench.decode(first, 100)
     blocks = bench.manager.get_block_ids("first")[0]
@@ -550,8 +541,7 @@ def test_blocks_that_are_read_in_place_need_no_slots(pool: Pool) -> None:
     assert bench.manager.reset_prefix_cache()
     again = bench.request("r", 400)
     assert bench.restore(again)
-    assert bench.orders is not None
-    (arrival,) = bench.orders.arrivals
+    (arrival,) = bench.ordered.arrivals
     assert (len(arrival.offsets), arrival.slots) == (20, ())
     assert bench.free == 99 - 4
     assert bench.compute(again, 16)
@@ -609,9 +599,8 @@ def test_preempted_while_its_prompt_is_computed(bench: Bench, pool: Pool) -> Non
     assert (bench.free, pool.stats().leases) == (99, 0)
     assert bench.manager.reset_prefix_cache()
     assert bench.restore(request)
-    assert bench.orders is not None
-    assert bench.orders.ended == ["r"]
-    assert len(bench.orders.arrivals) == 1
+    assert bench.ordered.ended == ["r"]
+    assert len(bench.ordered.arrivals) == 1
     assert bench.compute(request, 16)
     assert bench.decode(request)
 

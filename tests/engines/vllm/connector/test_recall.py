@@ -82,10 +82,8 @@ def test_whole_blocks_only(engine: Engine) -> None:
     """Seed 003: of a common prefix of 164 tokens, 128 are recalled."""
     common = prompt_of(164, 2)
     engine.ask(common + prompt_of(20, 3))
-    assert engine.forget_device()
-    assert hits(engine.ask(common + prompt_of(30, 4))) == (0, BLOCK, 0)
-    assert engine.forget_device()
-    assert hits(engine.ask(common[:127] + prompt_of(60, 5))) == (0, 0, 0)
+    assert hits(engine.ask_anew(common + prompt_of(30, 4))) == (0, BLOCK, 0)
+    assert hits(engine.ask_anew(common[:127] + prompt_of(60, 5))) == (0, 0, 0)
 
 
 def test_device_before_pool(engine: Engine) -> None:
@@ -95,8 +93,7 @@ def test_device_before_pool(engine: Engine) -> None:
     longer = prompt + prompt_of(2 * BLOCK, 8)
     engine.ask(longer)
     assert hits(engine.ask(longer)) == (5 * BLOCK, 0, 0)
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt)) == (0, 3 * BLOCK, 0)
+    assert hits(engine.ask_anew(prompt)) == (0, 3 * BLOCK, 0)
     assert hits(engine.ask(longer)) == (3 * BLOCK, 2 * BLOCK, 0)
 
 
@@ -124,11 +121,9 @@ def test_only_computed_tokens_are_recalled_however_an_answer_ends(engine: Engine
 def test_tenants_share_nothing(engine: Engine) -> None:
     prompt = prompt_of(3 * BLOCK + 1, 11)
     engine.ask(prompt, salts=["red"])
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt, salts=["blue"])) == (0, 0, 0)
+    assert hits(engine.ask_anew(prompt, salts=["blue"])) == (0, 0, 0)
     assert hits(engine.ask(prompt)) == (0, 0, 0)
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt, salts=["red"])) == (0, 3 * BLOCK, 0)
+    assert hits(engine.ask_anew(prompt, salts=["red"])) == (0, 3 * BLOCK, 0)
 
 
 def test_a_probe_across_salts_finds_nothing_to_measure(engine: Engine) -> None:
@@ -164,8 +159,7 @@ def test_several_samples_and_beams(engine: Engine) -> None:
     engine.ask(prompt, **sampling)
     on_device = engine.ask(prompt, **sampling)
     beams = engine.beam(prompt=prompt, width=3, max_tokens=6)
-    assert engine.forget_device()
-    recalled = engine.ask(prompt, **sampling)
+    recalled = engine.ask_anew(prompt, **sampling)
     assert recalled["all"] == on_device["all"]
     assert len({tuple(one["tokens"]) for one in recalled["all"]}) > 1
     assert engine.forget_device()
@@ -178,8 +172,7 @@ def test_a_seed_gives_the_same_tokens_however_the_prefill_is_cut(engine: Engine)
     ended vLLM's CPU engine."""
     prompt, sampling = prompt_of(9 * BLOCK + 9, 71), {"temperature": 0.8, "seed": 3}
     computed = engine.ask(prompt, **sampling)["tokens"]
-    assert engine.forget_device()
-    recalled = engine.ask(prompt, **sampling)
+    recalled = engine.ask_anew(prompt, **sampling)
     assert sum(hits(recalled)) == 9 * BLOCK  # the host is full: one of them may have gone to disk
     assert recalled["tokens"] == computed
     assert engine.forget_all()
@@ -232,8 +225,7 @@ def test_failed_loads_are_recomputed(engine: Engine, setup: dict[str, Any]) -> N
     assert hits(again) == (0, 0, 0)
     assert engine.metrics()["kvrecall_loads_failed_total"] == 1
     nothing_held(engine)
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt)) == (0, 5 * BLOCK, 0)
+    assert hits(engine.ask_anew(prompt)) == (0, 5 * BLOCK, 0)
 
 
 def test_metrics_tell_it(engine: Engine) -> None:
@@ -287,5 +279,4 @@ def test_replies_are_durable_survive_kill_9_and_a_reset_forgets_them(
 
     assert second.forget_all()
     assert hits(second.ask(prompts[0])) == (0, 0, 0)
-    assert second.forget_device()
-    assert hits(second.ask(prompts[0])) == (0, 4 * BLOCK, 0)
+    assert hits(second.ask_anew(prompts[0])) == (0, 4 * BLOCK, 0)

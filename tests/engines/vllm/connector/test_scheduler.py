@@ -597,25 +597,18 @@ def test_the_pool_is_not_asked_every_step_while_the_store_is_silent(
     store = SHARED.setdefault(request.node.name, MemoryStore())
     remote = {"kind": "support.stores:make_store", "name": request.node.name}
     settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": remote})
-    now, asked = 0.0, 0
+    now, asked = 0.0, list[str]()
     with Pool.open(settings.pool) as pool:
-        find = pool.find
-
-        def counted(keys: Sequence[BlockKey]) -> Any:
-            nonlocal asked
-            asked += 1
-            return find(keys)
-
-        monkeypatch.setattr(pool, "find", counted)
+        monkeypatch.setattr(pool, "find", counted(asked, "find", pool.find))
         store.gate.clear()
         bench = Bench(pool, clock=lambda: now, lookup_deadline=1.0)
         waiting = bench.request("waiting", 40)
         for _ in range(50):
             assert bench.matched(waiting) is None
-        assert asked == 1
+        assert len(asked) == 1
         now = 0.5
         assert bench.matched(waiting) is None
-        assert asked == 2
+        assert len(asked) == 2
         now = 1.0
         assert bench.matched(waiting) == 0, "the deadline"
         bench.side.costs.saw_step(1000, 500, 1000.0)  # 32 tokens take 32 s: worth 2.6 s of waiting

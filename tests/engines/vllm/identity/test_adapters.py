@@ -49,8 +49,7 @@ def test_files_that_change_after_loading_do_not_count(
     prompt = prompt_of(3 * BLOCK + 5, 1)
 
     def asked(**expected: tuple[int, int, int]) -> dict[str, Any]:
-        assert engine.forget_device()
-        reply = engine.ask(prompt, lora=lora)
+        reply = engine.ask_anew(prompt, lora=lora)
         assert hits(reply) == expected["hits"]
         return reply
 
@@ -77,8 +76,7 @@ def test_the_first_request_tells_what_it_had_loaded(
     written(tmp_path / "other", base, 3)
     first = engine.ask(prompt, lora=lora)
     written(tmp_path / "other", base, 4)
-    assert engine.forget_device()
-    again = engine.ask(prompt, lora=lora)
+    again = engine.ask_anew(prompt, lora=lora)
     assert hits(again) == WHOLE
     assert again["tokens"] == first["tokens"]
 
@@ -105,11 +103,9 @@ def test_a_request_under_an_adapter_that_is_replaced_is_not_saved(
     written(tmp_path / "third", base, 5)
     assert engine.add_lora(lora=lora, load_inplace=True)
     assert sum(hits(engine.ask(prompt, lora=lora))) == 0, "its writer is to be proved again"
-    assert engine.forget_device()
-    assert hits(engine.ask(longer, lora=lora)) == WHOLE, "what was computed before is right"
+    assert hits(engine.ask_anew(longer, lora=lora)) == WHOLE, "what was computed before is right"
     engine.ask(prompt)  # the base model's blocks stay; their writer is proved again
-    assert engine.forget_device()
-    again = engine.ask(prompt)
+    again = engine.ask_anew(prompt)
     assert hits(again) == WHOLE
     assert again["tokens"] == plain["tokens"]
 
@@ -125,13 +121,10 @@ def test_an_adapter_that_leaves_and_comes_back_as_another_is_seen(
     first = engine.ask(prompt, lora=lora)
     written(tmp_path / "fourth", base, 8)
     engine.rpc(method="remove_lora", lora_id=4)
-    assert engine.forget_device()
-    second = engine.ask(prompt, lora=lora)
+    second = engine.ask_anew(prompt, lora=lora)
     assert second["from"]["host"] == 0
-    assert engine.forget_device()
-    engine.ask(prompt, lora=lora)
-    assert engine.forget_device()
-    again = engine.ask(prompt, lora=lora)
+    engine.ask_anew(prompt, lora=lora)
+    again = engine.ask_anew(prompt, lora=lora)
     assert hits(again) == WHOLE
     assert again["tokens"] == second["tokens"] != first["tokens"]
 

@@ -56,15 +56,13 @@ def test_a_reload_ends_the_namespace_and_another_brings_it_back(
     engine: Engine, folders: tuple[Path, Path]
 ) -> None:
     first = engine.ask(PROMPT)
-    assert engine.forget_device()
-    assert hits(engine.ask(PROMPT)) == WHOLE
+    assert hits(engine.ask_anew(PROMPT)) == WHOLE
     name = engine.namespace()
     engine.rpc(method="reload_weights", weights_path=str(folders[1]))
     changed = engine.ask(PROMPT)
     assert hits(changed) == NONE, "neither the device's blocks nor the pool's are of these weights"
     assert changed["logprobs"] != first["logprobs"]
-    assert engine.forget_device()
-    again = engine.ask(PROMPT)
+    again = engine.ask_anew(PROMPT)
     assert hits(again) == WHOLE
     assert again["tokens"] == changed["tokens"]
     engine.ask(OTHER)
@@ -73,10 +71,8 @@ def test_a_reload_ends_the_namespace_and_another_brings_it_back(
     assert engine.namespace() == name
     back = engine.ask(OTHER)
     assert hits(back) == NONE
-    assert engine.forget_device()
-    engine.ask(PROMPT)  # proves what lies there
-    assert engine.forget_device()
-    last = engine.ask(PROMPT)
+    engine.ask_anew(PROMPT)  # proves what lies there
+    last = engine.ask_anew(PROMPT)
     assert hits(last) == WHOLE
     assert last["tokens"] == first["tokens"]
 
@@ -87,8 +83,7 @@ def test_a_call_that_writes_nothing_keeps_everything(engine: Engine) -> None:
     name = engine.namespace()
     assert engine.rpc(method="is_opaque") in ([True], [False])
     assert hits(engine.ask(prompt)) == (3 * BLOCK, 0, 0), "the device's cache stays"
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt)) == WHOLE
+    assert hits(engine.ask_anew(prompt)) == WHOLE
     assert engine.namespace() == name
 
 
@@ -99,8 +94,7 @@ def test_tensors_of_a_trainer_are_other_weights(engine: Engine, folders: tuple[P
     changed = engine.ask(prompt)
     assert hits(changed) == NONE
     assert changed["logprobs"] != before["logprobs"]
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt)) == WHOLE, "pooled, under a name of their own"
+    assert hits(engine.ask_anew(prompt)) == WHOLE, "pooled, under a name of their own"
     assert engine.namespace() != name
     engine.rpc(method="reload_weights", weights_path=str(folders[0]))
     assert engine.namespace() == name
@@ -131,8 +125,7 @@ def test_requests_that_began_under_other_weights_are_not_saved(
     assert hits(engine.ask(longer)) == NONE
     device = engine.ask(longer)
     assert hits(device)[0] >= 4 * BLOCK
-    assert engine.forget_device()
-    pooled = engine.ask(longer)
+    pooled = engine.ask_anew(longer)
     assert sum(hits(pooled)) == hits(device)[0]
     assert pooled["logprobs"] == device["logprobs"], "of one request's blocks"
     engine.rpc(method="reload_weights", weights_path=str(folders[0]))
@@ -150,18 +143,15 @@ def test_requests_start_over_if_the_model_loads_by_itself(
     changed = engine.ask(prompt)
     assert changed["logprobs"] != before["logprobs"]
     engine.rpc(method="reload_weights", weights_path=str(folders[1]))
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt)) == NONE
+    assert hits(engine.ask_anew(prompt)) == NONE
     tokens = changed["tokens"]
     assert any(
         engine.ask([*prompt, *tokens[:said]], max_tokens=8 - said)["tokens"] == tokens[said:]
         for said in range(steps + 1)
     ), "what was not said yet is of the new weights"
     engine.rpc(method="reload_weights", weights_path=str(folders[0]))
-    assert engine.forget_device()
-    engine.ask(prompt)
-    assert engine.forget_device()
-    back = engine.ask(prompt)
+    engine.ask_anew(prompt)
+    back = engine.ask_anew(prompt)
     assert hits(back) == WHOLE
     assert back["tokens"] == before["tokens"]
 
@@ -210,8 +200,7 @@ def test_ten_swaps_of_a_training_loop(
             seconds.append(time.monotonic() - began)
         first, second = (OTHER, PROMPT) if turn < 2 else (PROMPT, OTHER)
         replies = [engine.ask(first)]  # audited: what was written last vouches for the other
-        assert engine.forget_device()
-        replies.append(engine.ask(second))
+        replies.append(engine.ask_anew(second))
         reply = replies[0 if turn < 2 else 1]
         found.append(sum(hits(reply)))
         assert reply["tokens"] == fresh[turn % 2], turn

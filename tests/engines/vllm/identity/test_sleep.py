@@ -63,8 +63,7 @@ def test_weights_that_sleep_does_not_keep_end_the_namespace(engine: Engine, mode
     engine.rpc(method="reload_weights", weights_path=str(model))
     assert engine.namespace() == name
     assert hits(engine.ask(prompt)) == (0, 2 * BLOCK, 0), "its writer is to be proved again"
-    assert engine.forget_device()
-    back = engine.ask(prompt)
+    back = engine.ask_anew(prompt)
     assert hits(back) == WHOLE
     assert back["tokens"] == first["tokens"]
     nothing_held(engine)

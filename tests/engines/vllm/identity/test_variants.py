@@ -16,7 +16,7 @@ from engines.vllm.exactness import BLOCK, hits, nothing_held, same_bits_from_eve
 from kvrecall_lab.models import write_model
 from kvrecall_lab.models.variants import write_lora
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -59,7 +59,6 @@ VARIANTS = {
 value of KV, and blocks that the host holds."""
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(
     name: str, start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
@@ -83,7 +82,6 @@ def test_variant(
     engine.close()
 
 
-@pytest.mark.long
 def test_adapters_of_one_name(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -100,8 +98,7 @@ def test_adapters_of_one_name(
     plain = engine.ask(prompt)
     first = engine.ask(prompt, lora=["style", 1, str(path)])
     assert hits(first) == (0, 0, 0)
-    assert engine.forget_device()
-    assert hits(engine.ask(prompt, lora=["style", 1, str(path)])) == (0, 3 * BLOCK, 0)
+    assert hits(engine.ask_anew(prompt, lora=["style", 1, str(path)])) == (0, 3 * BLOCK, 0)
     engine.close()
 
     for file in path.iterdir():
@@ -112,14 +109,12 @@ def test_adapters_of_one_name(
     assert hits(other) == (0, 0, 0)
     assert other["logprobs"] != first["logprobs"]
     assert sum(hits(engine.ask(prompt))) == 2 * BLOCK  # the first hit is audited by its last block
-    assert engine.forget_device()
-    again = engine.ask(prompt)
+    again = engine.ask_anew(prompt)
     assert sum(hits(again)) == 3 * BLOCK
     assert again["tokens"] == plain["tokens"]
     engine.close()
 
 
-@pytest.mark.long
 def test_two_ranks_whose_copies_are_late(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -150,7 +145,6 @@ def test_two_ranks_whose_copies_are_late(
     engine.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("heads", [1, 2])
 def test_any_number_of_ranks_reads_what_another_wrote(
     heads: int, start: Callable[..., Engine], tmp_path: Path
@@ -185,7 +179,6 @@ def test_any_number_of_ranks_reads_what_another_wrote(
 HAS_TILES = torch.cpu._is_amx_tile_supported()
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not HAS_TILES, reason="vLLM reuses latent prefixes only on processors with AMX")
 def test_latent_attention(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
@@ -209,7 +202,6 @@ def latent_bytes(folder: Path) -> int:
     return int(config["num_hidden_layers"]) * width * BLOCK * 2
 
 
-@pytest.mark.long
 @pytest.mark.skipif(HAS_TILES, reason="with AMX it can be served")
 def test_what_cannot_be_served_is_refused(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path

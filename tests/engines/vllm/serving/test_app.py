@@ -1,4 +1,4 @@
-"""Listeners with TLS: connections that begin no handshake."""
+"""Listeners with TLS: connections that begin no handshake; and which replicas share a service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvrecall.engines.vllm.serving.app import Loop
+from kvrecall.engines.vllm.serving.app import Loop, _local_replicas
 from kvrecall.processes.ports import free_port
 from kvrecall.server import connections
 from kvrecall.testing import wait_until
@@ -48,3 +49,21 @@ def test_connections_that_begin_no_handshake_are_counted_and_end(
         assert client.get(url).text == "well"
     server.should_exit = True
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "replicas"),
+    [
+        ({"size": 2}, 2),
+        ({"size": 4, "size_local": 2}, 2),
+        ({"size": 2, "size_local": 1}, 1),
+        ({"size": 2, "rank": 1}, 1),
+        ({"size": 2, "rank": 0}, 1),
+        ({"size": 2, "external_lb": True}, 1),
+    ],
+)
+def test_only_replicas_of_this_server_need_a_service(given: dict[str, Any], replicas: int) -> None:
+    """With a rank of its own, a server has one replica; the others are servers of their own."""
+    unset = {"size": 1, "size_local": None, "rank": None, "external_lb": False}
+    args = {f"data_parallel_{name}": value for name, value in (unset | given).items()}
+    assert _local_replicas(Namespace(**args)) == replicas
