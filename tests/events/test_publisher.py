@@ -442,6 +442,7 @@ def gate() -> Iterator[int]:
     gate = room.EventGate([("127.0.0.1", port)])
     inner = context.socket(zmq.PUB)
     inner.bind(gate.inner[0])
+    gate.seal()
     yield port
     context.destroy(linger=0)
     gate.close()
