@@ -219,9 +219,14 @@ def test_a_late_reader_follows_a_pool_through_evictions_and_drops(
 
 
 def test_a_service_that_is_killed_and_comes_back(
-    tmp_path: Path, port: int, follower: Follower, ending: contextlib.ExitStack
+    tmp_path: Path,
+    port: int,
+    follower: Follower,
+    ending: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command; its host memory is lost, its disk is not."""
+    """The command; its host memory is lost, its disk is not. No temporary file is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = tmp_path / "service"
     folder.mkdir(mode=0o700)
     socket = folder / "pool.sock"
@@ -243,6 +248,7 @@ def test_a_service_that_is_killed_and_comes_back(
         wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
     process.kill()
     process.wait()
+    assert [*tmp_path.iterdir()] == [folder]
     started()
     with contextlib.closing(ServiceClient(socket, 60.0)) as client:
         client.register(NAMESPACE, BLOCK_BYTES)
@@ -442,6 +448,7 @@ def gate() -> Iterator[int]:
     gate = room.EventGate([("127.0.0.1", port)])
     inner = context.socket(zmq.PUB)
     inner.bind(gate.inner[0])
+    gate.seal()
     yield port
     context.destroy(linger=0)
     gate.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from support.warm import WarmServer
 
+from kvrecall.processes.child import end_all
 from kvrecall.processes.ports import free_port
 from kvrecall.server.access import OWN_HEADER
 
@@ -133,11 +133,15 @@ class LiveServer:
         return self.process.wait(timeout)
 
     def close(self) -> None:
+        """kill -9: its engine ends with it, and Python's tracker removes their shared memory."""
         self.client.close()
         self.management.close()
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            family = self.family()
+            self.process.kill()
             self.process.wait()
+            if not all_gone(family, 20):
+                end_all(family, 0)
 
 
 @contextlib.contextmanager

@@ -71,10 +71,14 @@ def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_pool_ends_with_a_server_that_is_killed(server: LiveServer) -> None:
+    """And vLLM's shared memory: Python's tracker, which survives, removes its names."""
     family = server.family()
+    places = [place.path for process in family for place in process.memory_maps()]
+    assert (shared := [Path(one) for one in places if one.startswith("/dev/shm/psm_")])
     assert any("kvrecall.pool.service.child" in " ".join(p.cmdline()) for p in family)
     os.kill(server.process.pid, signal.SIGKILL)
     assert all_gone(family)
+    assert not [path for path in shared if path.exists()]
 
 
 def test_a_child_service_ends_when_it_is_closed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -271,6 +272,7 @@ class EventPublisher:
         for own, inner in zip((self._pub, self._replay), self._gate.inner, strict=True):
             own.set(zmq.LINGER, 500)
             own.bind(inner)
+        self._gate.seal()
         self._topic = topic.encode()
         self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
@@ -345,10 +347,10 @@ class EventGate:
     of its own.
 
     ZeroMQ keeps what a peer sends without a bound: parts of a message that never ends, one
-    subscription after another. So it listens in a folder of this user's alone, and the gate passes
-    bytes on: all that the publisher sends, as fast as a reader takes it, and little in the other
-    direction. ``inner``: where the sockets behind it listen, in ZeroMQ's notation, one for each
-    address."""
+    subscription after another. So it listens where only the gate reaches it, which passes bytes
+    on: all that the publisher sends, as fast as a reader takes it, and little in the other
+    direction. ``inner``: where the sockets behind it bind, in ZeroMQ's notation, one for each
+    address; then ``seal``."""
 
     def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
         """``addresses``: host ("*": all of IPv4) and port. Raises OSError if it cannot listen at
@@ -367,6 +369,7 @@ class EventGate:
             undo.pop_all()
         self._paths = [f"{self._folder}/{number}" for number in range(len(addresses))]
         self.inner = [f"ipc://{path}" for path in self._paths]
+        self._doors: list[int] = []
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._thread = threading.Thread(
@@ -374,11 +377,20 @@ class EventGate:
         )
         self._thread.start()
 
+    def seal(self) -> None:
+        """Removes the names of the sockets behind it, once they are bound: they go on listening,
+        only this process can connect, and a killed one leaves nothing behind."""
+        self._doors = [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in self._paths]
+        self._paths[:] = [f"/proc/self/fd/{door}" for door in self._doors]
+        shutil.rmtree(self._folder)
+
     def close(self) -> None:
         """Passes on what the sockets behind it sent before they closed, for a second."""
         self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for door in self._doors:
+            os.close(door)
+        shutil.rmtree(self._folder, ignore_errors=True)  # where nothing was bound
 
     def _run(self, listeners: Sequence[socket.socket]) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -386,8 +398,8 @@ class EventGate:
 
     async def _serve(self, listeners: Sequence[socket.socket]) -> None:
         servers = [
-            await asyncio.start_server(partial(self._admit, path), sock=listener)
-            for path, listener in zip(self._paths, listeners, strict=True)
+            await asyncio.start_server(partial(self._admit, number), sock=listener)
+            for number, listener in enumerate(listeners)
         ]
         await self._ending.wait()
         for server in servers:
@@ -396,7 +408,7 @@ class EventGate:
         if passing:
             await asyncio.wait(passing, timeout=_GOODBYE_S)
 
-    async def _admit(self, path: str, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _admit(self, number: int, reader: StreamReader, writer: StreamWriter) -> None:
         if self._readers >= MOST_READERS:
             writer.transport.abort()
             if (now := self._loop.time()) >= self._silent_until:
@@ -406,7 +418,7 @@ class EventGate:
         self._readers += 1
         inner: StreamWriter | None = None
         try:
-            back, inner = await asyncio.open_unix_connection(path)
+            back, inner = await asyncio.open_unix_connection(self._paths[number])
             ways = [
                 asyncio.ensure_future(_pass(reader, inner, MOST_SENT)),
                 asyncio.ensure_future(_pass(back, writer)),

@@ -71,15 +71,15 @@ class _WholePublisher(ZmqEventPublisher):
     def _socket_setup(self) -> None:
         """Behind a gate, where vLLM would listen at a port that is given."""
         told = {"_endpoint": self._endpoint, "_replay_endpoint": self._replay_endpoint}
-        ports = {}
-        for name, where in told.items():
-            if (address := _port_of(where, name == "_endpoint")) is not None:
-                ports[name] = address
+        found = {name: _port_of(where, name == "_endpoint") for name, where in told.items()}
+        ports = {name: port for name, port in found.items() if port is not None}
         if ports:
             self._gate = EventGate(list(ports.values()))
             for name, inner in zip(ports, self._gate.inner, strict=True):
                 setattr(self, name, inner)
         super()._socket_setup()
+        if self._gate is not None:
+            self._gate.seal()
         for name in ports:
             setattr(self, name, told[name])
 
