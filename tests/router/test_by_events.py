@@ -309,7 +309,7 @@ def test_engines_come_and_go_while_the_router_runs(two: Two) -> None:
         roster.write_text("engine nonsense://\n")
         assert until(lambda: "line 1: 'nonsense://' is not an address" in router.log)
         assert list(router.up()) == [stays.url]
-        roster.write_text("")
+        roster.write_text("# none\n")
         assert until(lambda: not router.up())
         reply = router.complete(prompt="Who?")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")

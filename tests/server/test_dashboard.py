@@ -588,7 +588,7 @@ def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
     assert "[kvrecall] the engine died" in server.log
     page.tab.wait_for_selector("#status[data-state=gone]", timeout=60_000)
     assert "no answer since" in page.tab.inner_text("#status")
-    assert "The server does not answer" in page.tab.inner_text("#trouble")
+    assert "The server has not answered since" in page.tab.inner_text("#trouble")
 
 
 def until_closed(lines: Iterator[str]) -> Iterator[str]:
