@@ -66,10 +66,11 @@ def bounded(nbytes: int, beside: int = 1 << 20) -> Iterator[None]:
     tracemalloc.start()
     try:
         yield
-        peak = tracemalloc.get_traced_memory()[1]
+        peak, most = tracemalloc.get_traced_memory()[1], 200 * nbytes + beside
+        where = tracemalloc.take_snapshot().statistics("filename")[:3] if peak > most else []
     finally:
         tracemalloc.stop()
-    assert peak <= 200 * nbytes + beside, f"{nbytes} bytes took {peak}"
+    assert peak <= most, f"{nbytes} bytes took {peak}, of which some are still held: {where}"
 
 
 def outcome(
