@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.cpu import swap_blocks_triton
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat.config import (
+    ALONE,
     LayerPlacement,
     Sharing,
     kv_groups,
@@ -863,3 +864,17 @@ def test_interleaved_heads_are_not_taken_for_separate_ones() -> None:
     tokens_first = torch.randn(BLOCKS, TOKENS, HEADS, WIDTH).bfloat16().transpose(1, 2)
     (page,) = pages_of({"layer0": tokens_first}, placements(["layer0"]), BLOCKS)
     assert page.heads == 0
+
+
+def test_runs_are_one_only_if_they_follow_each_other_in_every_block() -> None:
+    memory = torch.zeros(1024, dtype=torch.uint8)
+
+    def runs(*rows: torch.Tensor, sharing: Sharing = ALONE) -> list[tuple[int, int, int]]:
+        pages = tuple(LayerPages(f"{number}", row, "") for number, row in enumerate(rows))
+        return [(x.stride, x.at, x.nbytes) for x in runs_of(GroupPages(pages, sharing=sharing))]
+
+    first = memory.as_strided((4, 16), (32, 1))
+    assert runs(first, memory.as_strided((4, 16), (32, 1), 16)) == [(32, 0, 32)]
+    assert runs(first, memory.as_strided((4, 16), (48, 1), 16)) == [(32, 0, 16), (48, 16, 16)]
+    gap = memory.as_strided((4, 2, 8), (32, 16, 1))  # also where ranks take turns in other pages
+    assert runs(gap, sharing=Sharing(contexts=2)) == [(32, 0, 8), (32, 8, 8)]
