@@ -37,4 +37,4 @@ def test_the_cases() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed is not None
     assert int(passed[1]) > 20
-    assert "skipped" not in done.stdout
+    assert not re.search(r"\d skipped", done.stdout)
