@@ -302,8 +302,10 @@ def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> Non
         file.write_text(good)
         with router(tmp_path, "--instances", str(file)) as before:
             assert until(lambda: all(before.up().values()))
+            roster = Roster({"--engine": (), "--prefill": (), "--decode": ()}, file)
+            roster.read()
 
-            def becomes(write: Callable[[Path], object], why: str) -> None:
+            def becomes(write: Callable[[Path], object], why: str, seen: bool = False) -> None:
                 new = tmp_path / "new"
                 write(new)
                 if file.is_dir():
@@ -311,21 +313,25 @@ def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> Non
                 if new.is_dir():
                     file.unlink()
                 new.rename(file)
-                assert until(lambda: why in before.log), why
+                if not seen:  # a router looks every 2 s
+                    assert [roster.has_changed() for _ in range(3)] == [False, True, True]
+                    with pytest.raises(ConfigError, match=re.escape(why)):
+                        roster.read()
+                assert not seen or until(lambda: why in before.log), why
 
-            becomes(lambda new: new.write_bytes(bytes(range(256)) * 9), "it is not text")
+            becomes(lambda new: new.write_bytes(bytes(range(256)) * 9), "it is not text", True)
             becomes(lambda new: new.write_text("engine http://☃.x:80"), "'http://☃.x:80' is not an")
             becomes(lambda new: new.write_text("engine http://a\0b:80"), "b:80' is not an address")
             becomes(lambda new: new.mkdir(), "Is a directory")
-            becomes(os.mkfifo, "it is not a file")  # which nobody writes into
+            becomes(os.mkfifo, "it is not a file", True)  # which nobody writes into
             becomes(lambda new: new.write_text(good + "#" * (1 << 20)), "larger than 1 MiB")
             becomes(lambda new: new.write_text(""), "is empty; if no instance is left, write")
             assert all(before.up().values())
             other = f"engine http://127.0.0.1:{free_port()}\n"
-            becomes(lambda new: new.write_text(good + other), "")
+            becomes(lambda new: new.write_text(good + other), "", True)
             assert until(lambda: len(before.up()) == 2)
             assert before.complete(prompt="x").status_code == 200
-            becomes(lambda new: new.write_text("# none"), "")
+            becomes(lambda new: new.write_text("# none"), "", True)
             assert until(lambda: before.up() == {})
 
 
