@@ -127,10 +127,12 @@ def test_what_is_expected_is_what_each_block_says(draw: random.Random) -> None:
     """Of one that has not the first block, only what the store has counts."""
     all_, readers = fleet(3, pool=True)
     prompt = ask(170)
-    chain = list(prompt.chain(RULE) or ())
+    wide = all_.all[2].engine[0].holdings.rule = HashRule("sha256_cbor", 32)
+    chains = {rule: list(prompt.chain(rule) or ()) for rule in (RULE, wide)}
     stores = [{"locality": "REMOTE", "ownership": f"store-{number}"} for number in range(2)]
     for reader in readers:
         for _ in range(draw.randrange(4)):
+            chain = chains[draw.choice([RULE, RULE, wide])]
             some = chain[draw.choice([0, 0, 1, 4]) : draw.choice([2, 6, 10])]
             medium = draw.choice(["GPU", "CPU", "STORAGE"])
             say(reader, stored(medium, some) | (draw.choice(stores) if medium == "STORAGE" else {}))
@@ -139,7 +141,8 @@ def test_what_is_expected_is_what_each_block_says(draw: random.Random) -> None:
     following = [one.holdings for one in all_._subscriptions.of.values()]
     shared = all_._shared()
     for instance in all_.all:
-        own = instance.holdings
+        own, size = instance.holdings, 32 if instance.rule == wide else 16
+        chain = chains[wide if size == 32 else RULE]
         has_first = any(one.mask(chain[0]) for one in own)
         mine = {name for one in own for name in one.stores}
         others = [one for one in following if one.stores & mine]
@@ -152,7 +155,7 @@ def test_what_is_expected_is_what_each_block_says(draw: random.Random) -> None:
                 mask = 8
             if not mask:
                 break
-            count[tier_of(mask) or TierName.REMOTE] += 16
+            count[tier_of(mask) or TierName.REMOTE] += size
         expected = {tier: tokens for tier, tokens in count.items() if tokens}
         assert all_.expected(instance, prompt) == expected
         assert all_.expected(instance, prompt, shared) == expected

@@ -379,7 +379,7 @@ class EventGate:
 
     def seal(self) -> None:
         """Removes the names of the sockets behind it, once they are bound: they go on listening,
-        only this process can connect, and a killed one leaves nothing behind."""
+        no other user can connect, and a killed process leaves nothing behind."""
         self._doors = [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in self._paths]
         self._paths[:] = [f"/proc/self/fd/{door}" for door in self._doors]
         shutil.rmtree(self._folder)

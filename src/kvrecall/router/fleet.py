@@ -144,11 +144,12 @@ class Instance:
 class _Shared:
     """What one choice has asked of the stores that instances share, by the stores' names.
 
-    ``alone``: what an instance recalls of the prompt that has nothing else, blocks by tier.
+    ``alone``: what an instance recalls that has nothing else, blocks by tier; also by the prompt's
+    first block, which differs where instances hash in other ways.
     """
 
     def __init__(self, publishers: Iterable[Holdings]) -> None:
-        self.alone: dict[frozenset[str], Mapping[TierName, int]] = {}
+        self.alone: dict[tuple[frozenset[str], BlockHash], Mapping[TierName, int]] = {}
         self._all = [one for one in publishers if one.stores]
         self._of: dict[frozenset[str], list[Holdings]] = {}
         self._has: dict[tuple[frozenset[str], BlockHash], bool] = {}
@@ -363,8 +364,8 @@ class Fleet:
         if has_any:
             rows = (one.masks(chain, now) for one in own)
             masks = functools.reduce(lambda some, more: list(map(operator.or_, some, more)), rows)
-        elif stores in shared.alone or not stores:
-            return shared.alone.get(stores, {})
+        elif (stores, chain[0]) in shared.alone or not stores:
+            return shared.alone.get((stores, chain[0]), {})
         found: Counter[int] = Counter()
         for block, mask in zip(chain, masks, strict=False):
             if not mask and not (stores and shared.has(stores, block)):
@@ -375,7 +376,7 @@ class Fleet:
             if tier := tier_of(mask):
                 blocks[tier] += count
         if not has_any:
-            shared.alone[stores] = blocks
+            shared.alone[stores, chain[0]] = blocks
         return blocks
 
     def new_tokens(self, prompt: Prompt, model: object = None) -> float:
