@@ -326,7 +326,8 @@ def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None
     first = two.router.complete(prompt=text)
     holder = two.served(first)
     assert until(lambda: two.step(holder) or not holder.metric("kvrecall_queued_writes"))
-    number = two.servers.index(holder)
+    assert until(lambda: two.step(holder) or two.blocks(holder, "disk") > 0)
+    number, restarts = two.servers.index(holder), two.router.count("publisher_restarts")
     kill(holder)
     meanwhile = two.router.complete(prompt="Meanwhile. " + TEXT)
     assert two.served(meanwhile) is not holder
@@ -335,7 +336,8 @@ def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None
     two.servers[number] = back
     back.wait_ready()
     assert until(lambda: all(two.router.up().values()))
-    two.step(back)  # from the first request on it knows its namespace, and publishes its disk
+    # from the first request on it knows its namespace, and publishes its disk
+    assert until(lambda: two.step(back) or two.router.count("publisher_restarts") > restarts)
     assert until(
         lambda: (
             two.step(back)
